@@ -1,0 +1,215 @@
+"""Messages between an instance's agent and a gateway: typed, versioned, size-bounded JSON. Imports `core` only.
+
+agent -> gateway: `Hello` once per connection, then a `LoadReport` per interval.
+gateway -> agent: `Welcome` once, then a `LoadBroadcast` per interval.
+Whatever arrives is either a whole, well-typed message or a `WireError`: nothing half-read goes further.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+from serving_plugin.core.errors import TetriError
+from serving_plugin.core.types import InstanceLoad, Role
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 20
+AGENT_PATH = "/tetri/agent"
+LEG_HEADER = "X-Tetri-Leg"
+REQUEST_ID_HEADER = "X-Request-Id"
+
+
+class WireError(TetriError):
+    """A control message that cannot be read or sent; the connection it came on is closed."""
+
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+
+class Leg(StrEnum):
+    """Value of `LEG_HEADER`: which part of a request an instance is asked to do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """An instance presents itself. `model` is the served name; `predictor` its version or URI, for display only."""
+
+    version: int
+    instance_id: str
+    incarnation: str
+    url: str
+    model: str
+    kv_fingerprint: str
+    role: Role
+    role_epoch: int
+    predictor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What an instance says of itself; `sent_at_s` is the sender's unix clock, `load.sequence` its order."""
+
+    load: InstanceLoad
+    sent_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBroadcast:
+    """Every load that a gateway knows, with the base URL of each instance by id."""
+
+    loads: tuple[InstanceLoad, ...]
+    urls: Mapping[str, str]
+    sent_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A gateway accepts an agent's `Hello`."""
+
+    gateway_id: str
+
+
+Message = Hello | LoadReport | LoadBroadcast | Welcome
+
+_TYPES: dict[str, type[Message]] = {
+    "hello": Hello,
+    "load_report": LoadReport,
+    "load_broadcast": LoadBroadcast,
+    "welcome": Welcome,
+}
+_NAMES: dict[type[Message], str] = {cls: name for name, cls in _TYPES.items()}
+
+
+def encode(message: Message) -> str:
+    """One JSON text with `type` and `version`.
+
+    Raises:
+        WireError: the text would be over `MAX_MESSAGE_BYTES` or holds a number that JSON cannot (NaN, infinity).
+    """
+    name = _NAMES[type(message)]
+    try:
+        text = json.dumps(
+            {"type": name, "version": WIRE_VERSION, "body": _plain(message)}, separators=(",", ":"), allow_nan=False
+        )
+    except ValueError as error:
+        raise WireError(f"cannot encode {name}: {error}") from None
+    _check_size(text, name)
+    return text
+
+
+def decode(text: str) -> Message:
+    """The message in `text`.
+
+    Raises:
+        WireError: too large, not JSON, another version, an unknown type, or a key missing, unknown or of a wrong type.
+    """
+    _check_size(text, "message")
+    try:
+        raw = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"message is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise WireError(f"message is a JSON {type(raw).__name__}, not an object")
+    version, name = raw.get("version"), raw.get("type")
+    if type(version) is not int or version != WIRE_VERSION:
+        raise WireError(f"message has version {version!r}, this side speaks {WIRE_VERSION}: run one release everywhere")
+    if not isinstance(name, str) or name not in _TYPES:
+        raise WireError(f"message type {name!r} is unknown; known: {', '.join(_TYPES)}")
+    message: Message = _build(_TYPES[name], raw.get("body"), name)
+    if isinstance(message, Hello) and message.version != WIRE_VERSION:
+        raise WireError(f"hello.version is {message.version}, this side speaks {WIRE_VERSION}")
+    return message
+
+
+def _check_size(text: str, name: str) -> None:
+    num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", errors="surrogatepass"))
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise WireError(f"{name} has {num_bytes} bytes, limit {MAX_MESSAGE_BYTES}")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(kind: Any, raw: object, where: str) -> Any:
+    """`raw` as a value of type `kind` (the few kinds that messages are made of), or `WireError` naming `where`."""
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType:  # `X | None` only
+        (inner,) = (a for a in typing.get_args(kind) if a is not type(None))
+        return None if raw is None else _build(inner, raw, where)
+    if origin is tuple:
+        (inner, _) = typing.get_args(kind)
+        return tuple(_build(inner, v, f"{where}[{i}]") for i, v in enumerate(_need(list, raw, where)))
+    if origin is Mapping:
+        (_, inner) = typing.get_args(kind)
+        return {k: _build(inner, v, f"{where}.{k}") for k, v in _need(dict, raw, where).items()}
+    if is_dataclass(kind):
+        return _build_dataclass(kind, _need(dict, raw, where), where)
+    if issubclass(kind, StrEnum):
+        text = _need(str, raw, where)
+        if text not in list(kind):
+            raise WireError(f"{where} is {text!r}; known: {', '.join(kind)}")
+        return kind(text)
+    if kind is float:
+        return _finite(raw, where)
+    value = _need(kind, raw, where)
+    if kind is int and value < 0:
+        raise WireError(f"{where} is {value}, needs 0 or more")
+    return value
+
+
+def _build_dataclass(kind: Any, raw: dict[str, object], where: str) -> Any:
+    hints = _hints(kind)
+    names = [f.name for f in fields(kind)]
+    for name in names:
+        if name not in raw:
+            raise WireError(f"{where}.{name} is missing")
+    for name in raw:
+        if name not in hints:
+            raise WireError(f"{where}.{name} is unknown")
+    return kind(**{name: _build(hints[name], raw[name], f"{where}.{name}") for name in names})
+
+
+def _need(kind: type, raw: object, where: str) -> Any:
+    if type(raw) is not kind:  # exactly: bool is no int here
+        raise WireError(f"{where} is a {type(raw).__name__}, needs {kind.__name__}")
+    return raw
+
+
+def _finite(raw: object, where: str) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
+        raise WireError(f"{where} is a {type(raw).__name__}, needs float")
+    try:
+        value = float(raw)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise WireError(f"{where} is not a finite number")
+    return value
