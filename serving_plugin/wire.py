@@ -31,7 +31,7 @@ class WireError(TetriError):
     """A control message that cannot be read or sent; the connection it came on is closed."""
 
     http_status = 400
-    openai_type = "invalid_request_error"
+    openai_type = "BadRequestError"
 
 
 class Leg(StrEnum):
