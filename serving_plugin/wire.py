@@ -1,6 +1,6 @@
 """Messages between an instance's agent and a gateway: typed, versioned, size-bounded JSON. Imports `core` only.
 
-agent -> gateway: `Hello` once per connection, then a `LoadReport` per interval.
+agent -> gateway: `Hello` once per connection, then a `LoadReport` per interval and a `TransferReport` per KV transfer.
 gateway -> agent: `Welcome` once, then a `LoadBroadcast` per interval.
 Whatever arrives is either a whole, well-typed message or a `WireError`: nothing half-read goes further.
 """
@@ -66,12 +66,27 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferReport:
+    """A decode instance has pulled a request's KV cache (`num_remote_tokens` 0: it failed and recomputes). Unix seconds."""
+
+    request_id: str
+    transfer_start_s: float
+    transfer_end_s: float
+    num_remote_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadBroadcast:
-    """Every load that a gateway knows, with the base URL of each instance by id."""
+    """Every load that a gateway knows, with the base URL of each instance by id.
+
+    `recent_lengths_tokens` are the output lengths of the last finished requests: the history forecast of whoever has no
+    other.
+    """
 
     loads: tuple[InstanceLoad, ...]
     urls: Mapping[str, str]
     sent_at_s: float
+    recent_lengths_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +96,12 @@ class Welcome:
     gateway_id: str
 
 
-Message = Hello | LoadReport | LoadBroadcast | Welcome
+Message = Hello | LoadReport | TransferReport | LoadBroadcast | Welcome
 
 _TYPES: dict[str, type[Message]] = {
     "hello": Hello,
     "load_report": LoadReport,
+    "transfer_report": TransferReport,
     "load_broadcast": LoadBroadcast,
     "welcome": Welcome,
 }

@@ -1,0 +1,269 @@
+"""The agent of one instance: predicts, dispatches, reports loads. Lives in the instance's API server.
+
+Two threads beside the API server's event loop: one receives snapshots from EngineCore (`load_feed`), one holds a
+WebSocket to every configured gateway, so that a busy API server does not look dead. Both hand over whole immutable
+values; the event loop reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from serving_plugin.core.config import InstanceSettings
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
+from serving_plugin.engine.dispatcher import Dispatcher
+from serving_plugin.engine.load_feed import BusyWindow, EngineSnapshot, LoadReceiver, TransferEvent, unix_now_s
+from serving_plugin.engine.predictor_process import PredictorProcess
+from serving_plugin.wire import (
+    AGENT_PATH,
+    WIRE_VERSION,
+    Hello,
+    LoadBroadcast,
+    LoadReport,
+    TransferReport,
+    WireError,
+    decode,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_MIN_S, RECONNECT_MAX_S = 0.2, 5.0
+FIRST_SNAPSHOT_TIMEOUT_S = 30.0
+
+
+class Agent:
+    """One per API server. `start` once, then `predict` and `dispatch` per request from the server's event loop."""
+
+    def __init__(self, settings: InstanceSettings, engine_id: str, model_names: tuple[str, ...], fingerprint: str) -> None:
+        self.settings = settings
+        self.role = settings.role
+        self.role_epoch = 0
+        self.incarnation = uuid.uuid4().hex
+        self.dispatcher = Dispatcher(settings.dispatch, settings.forecast)
+        self.num_legs = {"prefill": 0, "decode": 0, "whole": 0}
+        self.predictor: PredictorProcess | None = None
+        self._model_names = model_names
+        self._fingerprint = fingerprint
+        self._snapshot: EngineSnapshot | None = None
+        self._busy = BusyWindow()
+        self._busy_fraction = 0.0
+        self._sequence = 0
+        self._is_serving = False
+        self._receiver = LoadReceiver(engine_id, self._on_feed)
+        self._pending_events: dict[str, list[TransferEvent]] = {gateway: [] for gateway in settings.gateways}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run_connections, name="tetri-agent", daemon=True)
+
+    async def start(self) -> None:
+        """Start the feed, the predictor (prefill instances that name one) and the connections.
+
+        Raises:
+            ConfigurationError: the predictor cannot be loaded, or was trained for another target.
+        """
+        self._receiver.start()
+        if self.settings.prediction.model is not None and self.role is Role.PREFILL:
+            self.predictor = PredictorProcess(self.settings.prediction, self._model_names[-1])
+            info = await self.predictor.start()
+            logger.info("length predictor: %s", info)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop threads and the predictor within a bound."""
+        self._stopped.set()
+        self._receiver.close()
+        if self.predictor is not None:
+            self.predictor.close()
+        self._thread.join(timeout=3.0)
+
+    # Per request
+
+    async def predict(self, request_id: str, text: str) -> LengthForecast | None:
+        """The model's forecast, or None if there is no predictor or it fails. Bounded by `prediction.timeout_s`."""
+        if self.predictor is None:
+            return None
+        return await self.predictor.forecast(request_id, text)
+
+    def dispatch(self, meta: Mapping[str, Any], forecast: LengthForecast | None, max_tokens: int) -> dict[str, Any]:
+        """The "tetri" part of a prefill leg's answer: decode instance, forecast and range in force, times."""
+        in_force, source, length_range, is_heavy = self.dispatcher.classify(forecast, max_tokens)
+        now_s = unix_now_s()
+        chosen = self.dispatcher.choose(
+            RequestInfo(
+                id=str(meta["request_id"]),
+                arrival_s=float(meta.get("arrival_s") or now_s),
+                num_prompt_tokens=int(meta["num_prompt_tokens"]),
+                max_tokens=max_tokens,
+                forecast=in_force,
+                length_range=length_range,
+                is_heavy_decode=is_heavy,
+            )
+        )
+        decode_id, decode_url = chosen or (None, None)
+        return {
+            "request_id": meta["request_id"],
+            "incarnation": self.incarnation,
+            "num_prompt_tokens": meta["num_prompt_tokens"],
+            "decode_id": decode_id,
+            "decode_url": decode_url,
+            "error": None if chosen else "no READY decode instance is known to the prefill instance",
+            "forecast": {"edges_tokens": list(in_force.edges_tokens), "probabilities": list(in_force.probabilities)},
+            "forecast_source": source,
+            "length_range": [length_range.low_tokens, length_range.high_tokens],
+            "is_heavy_decode": is_heavy,
+            "times": {
+                "prefill_start_s": meta.get("prefill_start_s"),
+                "prefill_end_s": meta.get("prefill_end_s"),
+                "dispatch_s": now_s,
+            },
+        }
+
+    def status(self) -> dict[str, Any]:
+        """What the instance says of itself at `/tetri/instance`."""
+        return {
+            "instance_id": self.settings.instance_id,
+            "incarnation": self.incarnation,
+            "role": self.role.value,
+            "role_epoch": self.role_epoch,
+            "legs": dict(self.num_legs),
+            "predictor": self.predictor.info if self.predictor else None,
+            "load": None if self._snapshot is None else dict(_load_fields(self._snapshot)),
+        }
+
+    # Feed thread
+
+    def _on_feed(self, snapshot: EngineSnapshot, events: list[TransferEvent]) -> None:
+        self._busy_fraction = self._busy.update(snapshot, time.monotonic(), self.role is Role.PREFILL)
+        self._snapshot = snapshot
+        for pending in self._pending_events.values():
+            pending += events
+            del pending[:-4096]
+
+    # Connection thread
+
+    def _run_connections(self) -> None:
+        asyncio.run(self._hold_connections())
+
+    async def _hold_connections(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=5, sock_connect=5)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            tasks = [asyncio.create_task(self._hold(session, gateway)) for gateway in self.settings.gateways]
+            tasks.append(asyncio.create_task(self._watch_own_server(session)))
+            while not self._stopped.is_set():
+                await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_own_server(self, session: aiohttp.ClientSession) -> None:
+        """READY only once our own API server answers: plugins start before it listens."""
+        while not self._is_serving:
+            try:
+                async with session.get(f"{self.settings.url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
+                    self._is_serving = response.status == 200
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            await asyncio.sleep(0.1)
+        logger.info("instance %s serves as %s", self.settings.instance_id, self.role.value)
+
+    async def _hold(self, session: aiohttp.ClientSession, gateway: str) -> None:
+        """Keep one connection to `gateway`, for ever, with growing pauses between attempts."""
+        pause_s = RECONNECT_MIN_S
+        while True:
+            try:
+                async with session.ws_connect(f"{gateway}{AGENT_PATH}", heartbeat=5.0) as socket:
+                    await socket.send_str(encode(self._hello()))
+                    pause_s = RECONNECT_MIN_S
+                    await self._talk(socket, gateway)
+            except (aiohttp.ClientError, OSError, TimeoutError, WireError) as error:
+                logger.warning("gateway %s: %s; trying again in %.1f s", gateway, error or type(error).__name__, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(RECONNECT_MAX_S, pause_s * 2)
+
+    async def _talk(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
+        reporting = asyncio.create_task(self._report(socket, gateway))
+        try:
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    break
+                received = decode(message.data)
+                if isinstance(received, LoadBroadcast):
+                    self.dispatcher.update(received.loads, received.urls)
+                    self.dispatcher.update_history(received.recent_lengths_tokens)
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+
+    async def _report(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
+        while True:
+            load = self._load()
+            if load is not None:
+                await socket.send_str(encode(LoadReport(load, unix_now_s())))
+            pending = self._pending_events[gateway]
+            while pending:
+                event = pending.pop(0)
+                await socket.send_str(
+                    encode(
+                        TransferReport(
+                            event.request_id, event.transfer_start_s, event.transfer_end_s, event.num_remote_tokens
+                        )
+                    )
+                )
+            await asyncio.sleep(self.settings.report_interval_s)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            version=WIRE_VERSION,
+            instance_id=self.settings.instance_id,
+            incarnation=self.incarnation,
+            url=self.settings.url,
+            model=self._model_names[0],
+            kv_fingerprint=self._fingerprint,
+            role=self.role,
+            role_epoch=self.role_epoch,
+            predictor=self.predictor.description if self.predictor else None,
+        )
+
+    def _load(self) -> InstanceLoad | None:
+        snapshot = self._snapshot
+        if snapshot is None:
+            return None
+        self._sequence += 1
+        return InstanceLoad(
+            id=self.settings.instance_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            role_epoch=self.role_epoch,
+            state=InstanceState.READY if self._is_serving else InstanceState.STARTING,
+            sequence=self._sequence,
+            busy_fraction=self._busy_fraction,
+            **_load_fields(snapshot),
+        )
+
+
+def _load_fields(snapshot: EngineSnapshot) -> dict[str, int]:
+    return {
+        name: getattr(snapshot, name)
+        for name in EngineSnapshot.__dataclass_fields__
+        if name not in ("prefill_busy_s", "decode_busy")
+    }
+
+
+def require_settings(raw: Mapping[str, Any] | None) -> InstanceSettings:
+    """Settings from `kv_connector_extra_config`, or one clear line about what the command line lacks."""
+    if not raw:
+        raise ConfigurationError(
+            "VLLM_PLUGINS names tetri, but --kv-transfer-config has no kv_connector_extra_config; "
+            "`tetri instance MODEL --role prefill --print` shows a complete command line"
+        )
+    return InstanceSettings.from_dict(raw)

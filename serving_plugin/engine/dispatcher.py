@@ -1,0 +1,90 @@
+"""Which decode instance takes a prefilled request: `core.dispatch` over the last broadcast and our own promises.
+
+Runs in the API server of the prefill instance (TetriInfer 3.3.4). No vLLM import.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from serving_plugin.core.config import DispatchSettings, ForecastSettings
+from serving_plugin.core.dispatch import Promise, promise_for
+from serving_plugin.core.forecast import LengthForecast, LengthRange, history_forecast
+from serving_plugin.core.registry import resolve_policy
+from serving_plugin.core.types import InstanceLoad, RequestInfo
+
+
+@dataclass(slots=True)
+class _Promised:
+    """Promises to one instance since its report number `sequence`."""
+
+    incarnation: str
+    sequence: int
+    promise: Promise = field(default_factory=Promise)
+
+
+class Dispatcher:
+    """Holds the load table and the promises; `choose` decides. Used from one event loop, updated by whole tables."""
+
+    def __init__(self, settings: DispatchSettings, forecast: ForecastSettings) -> None:
+        self._policy = resolve_policy("dispatch", settings.policy)
+        self._forecast = forecast
+        self._rng = random.Random(settings.seed)
+        self._loads: tuple[InstanceLoad, ...] = ()
+        self._urls: Mapping[str, str] = {}
+        self._history_tokens: Sequence[int] = ()
+        self._promised: dict[str, _Promised] = {}
+
+    def update(self, loads: Sequence[InstanceLoad], urls: Mapping[str, str]) -> None:
+        """Take a new table as a whole; called from the connection's thread."""
+        self._urls, self._loads = dict(urls), tuple(loads)
+
+    def update_history(self, finished_lengths_tokens: Sequence[int]) -> None:
+        """Recent output lengths of the cluster: what a request without a forecast is judged by."""
+        self._history_tokens = tuple(finished_lengths_tokens)
+
+    def classify(self, forecast: LengthForecast | None, max_tokens: int) -> tuple[LengthForecast, str, LengthRange, bool]:
+        """(forecast in force, its source, range in force, heavy decode) for a request limited to `max_tokens`.
+
+        With `forecast.range` argmax the forecast in force is the paper's: one bucket of `granularity_tokens`.
+        """
+        settings = self._forecast
+        if forecast is None:
+            base, source = history_forecast(self._history_tokens, max_tokens + 1, settings.granularity_tokens), "history"
+        else:
+            base, source = forecast, "model"
+        if settings.range == "argmax":
+            base = LengthForecast.one_hot(base.regrouped(settings.granularity_tokens).argmax_bucket())
+        is_heavy = base.is_heavy(settings.heavy_decode_over_tokens)
+        clipped = base.clipped(max_tokens)
+        return clipped, source, clipped.range(settings.coverage), is_heavy
+
+    def choose(self, request: RequestInfo) -> tuple[str, str] | None:
+        """(id, base URL) of the decode instance for `request`, or None when no READY one is known."""
+        loads = self._loads
+        self._drop_outdated_promises(loads)
+        promised = {instance_id: kept.promise for instance_id, kept in self._promised.items()}
+        chosen = self._policy(request, loads, promised, self._rng)
+        if chosen is None or chosen not in self._urls:
+            return None
+        self._promise(next(load for load in loads if load.id == chosen), request)
+        return chosen, self._urls[chosen]
+
+    def _drop_outdated_promises(self, loads: Sequence[InstanceLoad]) -> None:
+        current = {load.id: (load.incarnation, load.sequence) for load in loads}
+        self._promised = {
+            instance_id: kept
+            for instance_id, kept in self._promised.items()
+            if current.get(instance_id) == (kept.incarnation, kept.sequence)
+        }
+
+    def _promise(self, load: InstanceLoad, request: RequestInfo) -> None:
+        kept = self._promised.setdefault(load.id, _Promised(load.incarnation, load.sequence))
+        more = promise_for(request, load.block_size_tokens)
+        kept.promise = Promise(
+            kept.promise.num_blocks + more.num_blocks,
+            kept.promise.num_heavy + more.num_heavy,
+            kept.promise.num_light + more.num_light,
+        )

@@ -1,0 +1,88 @@
+"""What vLLM loads by name: the general plugin (every process) and the endpoint plugin (API server).
+
+Both are entry points called `tetri`; `VLLM_PLUGINS=tetri` turns them on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """General plugin: gives EngineCore the utility call `tetri_inspect`. Idempotent; vLLM calls it in every process."""
+    from vllm.v1.engine.core import EngineCore
+
+    def tetri_inspect(self: Any, what: str) -> dict[str, Any]:
+        result: dict[str, Any] = self.scheduler.tetri_inspect(what)
+        return result
+
+    EngineCore.tetri_inspect = tetri_inspect
+
+
+class TetriEndpoint:
+    """Endpoint plugin: the agent, its routes and the legs' middleware in the API server."""
+
+    name = "tetri"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._agent: Any = None
+        self._tokenizer: Any = None
+        self._max_model_len = 0
+
+    def attach_router(self, app: Any) -> None:
+        """Add `/tetri/...` and the middleware; called before the state is initialised."""
+        from serving_plugin.engine.legs import LegMiddleware
+
+        app.add_middleware(
+            LegMiddleware,
+            agent_of=lambda: self._agent,
+            decode_tokens=lambda ids: self._tokenizer.decode(ids),
+            max_model_len=lambda: self._max_model_len,
+        )
+
+        @app.get("/tetri/instance")
+        async def instance() -> dict[str, Any]:
+            return self._agent.status()
+
+        @app.get("/tetri/ledger")
+        async def ledger() -> dict[str, Any]:
+            return await self._inspect("ledger")
+
+        @app.get("/tetri/scheduler")
+        async def scheduler() -> dict[str, Any]:
+            return await self._inspect("requests")
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Start the agent. Bad settings end the server's start with one clear line."""
+        import atexit
+
+        from serving_plugin.engine.agent import Agent, require_settings
+
+        config = engine_client.vllm_config
+        kv_config = config.kv_transfer_config
+        settings = require_settings(kv_config.kv_connector_extra_config if kv_config else None)
+        names = args.served_model_name or [args.model]
+        self._tokenizer = engine_client.get_tokenizer()
+        self._max_model_len = config.model_config.max_model_len
+        self._engine_client = engine_client
+        self._agent = Agent(settings, kv_config.engine_id, (*names, args.model), kv_fingerprint(config))
+        await self._agent.start()
+        atexit.register(self._agent.close)
+
+    async def _inspect(self, what: str) -> dict[str, Any]:
+        result: dict[str, Any] = await self._engine_client.engine_core.call_utility_async("tetri_inspect", what)
+        return result
+
+
+def kv_fingerprint(config: Any) -> str:
+    """What must be equal on both sides of a KV transfer, as one readable string."""
+    from vllm.version import __version__
+
+    model, cache = config.model_config, config.cache_config
+    return "|".join(
+        str(part) for part in (__version__, model.model, model.dtype, cache.cache_dtype, cache.block_size)
+    )

@@ -1,0 +1,203 @@
+"""What an instance does with the legs that a gateway sends: an ASGI middleware around vLLM's own routes.
+
+A prefill leg starts the length predictor and the engine at once (parallel mode) or one after the other (sequential,
+TetriInfer 3.3.2), and its answer gets the dispatch decision. Other legs and plain requests pass through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.core.types import Role
+from serving_plugin.engine.agent import Agent
+from serving_plugin.engine.load_feed import unix_now_s
+from serving_plugin.wire import LEG_HEADER, Leg
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LEG_PATHS = ("/v1/completions", "/v1/chat/completions")
+DEFAULT_COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default for /v1/completions
+_HEADER = LEG_HEADER.lower().encode()
+
+
+class LegMiddleware:
+    """`agent_of` finds the agent once vLLM has initialised its state; `decode_tokens` turns ids into text."""
+
+    def __init__(
+        self,
+        app: Any,
+        agent_of: Callable[[], Agent],
+        decode_tokens: Callable[[list[int]], str],
+        max_model_len: Callable[[], int],
+    ) -> None:
+        self._app = app
+        self._agent_of = agent_of
+        self._decode_tokens = decode_tokens
+        self._max_model_len = max_model_len
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        leg = _leg_of(scope)
+        if leg is None:
+            await self._app(scope, receive, send)
+            return
+        agent = self._agent_of()
+        if leg is Leg.PREFILL and agent.role is not Role.PREFILL:
+            await _refuse(send, 503, f"instance {agent.settings.instance_id} is {agent.role.value} now, not prefill")
+            return
+        agent.num_legs[leg.value] += 1
+        if leg is Leg.PREFILL:
+            await self._prefill(agent, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _prefill(self, agent: Agent, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        raw = await _read_body(receive)
+        body = _json_object(raw)
+        meta = ((body or {}).get("kv_transfer_params") or {}).get("tetri") if body else None
+        if body is None or not isinstance(meta, dict) or "request_id" not in meta:
+            await _refuse(send, 400, "a prefill leg needs kv_transfer_params.tetri.request_id; only a gateway sends one")
+            return
+        forecasting = asyncio.create_task(self._forecast(agent, str(meta["request_id"]), body))
+        try:
+            if agent.settings.prediction.mode == "sequential":
+                await asyncio.wait([forecasting])
+            capture = _Capture()
+            await self._app(scope, _replay(raw, receive), capture.send)
+            if capture.status != 200:
+                await capture.pass_on(send)
+                return
+            answer = json.loads(capture.body)
+            forecast, forecast_ready_s = await forecasting
+            self._add_decision(agent, body, answer, forecast, forecast_ready_s)
+            await capture.pass_on(send, json.dumps(answer).encode())
+        finally:
+            forecasting.cancel()
+
+    async def _forecast(self, agent: Agent, request_id: str, body: Mapping[str, Any]) -> tuple[LengthForecast | None, float]:
+        forecast = await agent.predict(request_id, prompt_text(body, self._decode_tokens))
+        return forecast, unix_now_s()
+
+    def _add_decision(
+        self,
+        agent: Agent,
+        body: Mapping[str, Any],
+        answer: dict[str, Any],
+        forecast: LengthForecast | None,
+        forecast_ready_s: float,
+    ) -> None:
+        params = answer.get("kv_transfer_params") or {}
+        meta = params.get("tetri")
+        if meta is None:
+            # The connector returned nothing to pull (for instance an engine without blocks for the request).
+            answer["kv_transfer_params"] = {"tetri": {"decode_id": None, "decode_url": None, "error": "no KV to transfer"}}
+            return
+        max_tokens = meta.get("max_tokens") or (
+            DEFAULT_COMPLETION_MAX_TOKENS
+            if "messages" not in body
+            else max(1, self._max_model_len() - int(meta["num_prompt_tokens"]))
+        )
+        decision = agent.dispatch(meta, forecast, max_tokens)
+        decision["times"]["forecast_ready_s"] = forecast_ready_s if forecast is not None else None
+        params["tetri"] = decision
+
+
+def prompt_text(body: Mapping[str, Any], decode_tokens: Callable[[list[int]], str]) -> str:
+    """The predictor's input: a completion's prompt, or a chat's message contents joined by newlines."""
+    if "messages" in body:
+        return "\n".join(_content_text(message.get("content")) for message in body["messages"])
+    prompt = body.get("prompt", "")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        return prompt_text({"prompt": prompt[0]}, decode_tokens)
+    return decode_tokens(prompt)
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
+
+
+class _Capture:
+    """Holds back a response of one body so that it can be changed."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    async def send(self, message: Message) -> None:
+        """ASGI `send` of the wrapped application."""
+        if message["type"] == "http.response.start":
+            self.status, self._headers = message["status"], list(message.get("headers", ()))
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+    async def pass_on(self, send: Send, body: bytes | None = None) -> None:
+        """Send what was captured, with `body` in place of the captured one if given."""
+        body = self.body if body is None else body
+        headers = [(name, value) for name, value in self._headers if name.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.start", "status": self.status or 500, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _leg_of(scope: Mapping[str, Any]) -> Leg | None:
+    if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in LEG_PATHS:
+        return None
+    for name, value in scope["headers"]:
+        if name.lower() == _HEADER and value.decode("latin-1") in tuple(Leg):
+            return Leg(value.decode("latin-1"))
+    return None
+
+
+async def _read_body(receive: Receive) -> bytes:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b"".join(chunks)
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """`receive` that gives the body once more, then whatever comes (a disconnect)."""
+    given = False
+
+    async def replaying() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+        return await receive()
+
+    return replaying
+
+
+def _json_object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    kind = "service_unavailable" if status == 503 else "invalid_request_error"
+    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    body = json.dumps(error).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

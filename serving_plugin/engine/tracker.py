@@ -1,0 +1,138 @@
+"""What TetriServe knows of each request inside EngineCore: its forecast, its range in force, its veto, its times.
+
+No vLLM import: the scheduler hands over plain values, so the tracker is tested without an engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serving_plugin.core.config import ForecastSettings
+from serving_plugin.core.forecast import LengthForecast, LengthRange, history_forecast, refresh_range
+
+MAX_FINISHED = 1024
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request on this instance. Times are unix seconds; `vetoed_since_s` is None while it is not vetoed."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    forecast: LengthForecast
+    forecast_source: str  # "model" or "history"
+    length_range: LengthRange
+    is_heavy_decode: bool
+    is_remote_prefill: bool
+    arrived_s: float
+    vetoed_since_s: float | None = None
+    admitted_s: float | None = None
+    first_scheduled_s: float | None = None
+    transfer_start_s: float | None = None
+    transfer_end_s: float | None = None
+    num_remote_tokens: int = 0
+    num_local_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finished_s: float | None = None
+
+
+class RequestTracker:
+    """Forecasts and times of the requests of one engine, with a bounded memory of finished ones."""
+
+    def __init__(self, settings: ForecastSettings) -> None:
+        self._settings = settings
+        self._live: dict[str, Tracked] = {}
+        self._finished: deque[Tracked] = deque(maxlen=MAX_FINISHED)
+        self._history_tokens: deque[int] = deque(maxlen=settings.history_size)
+
+    def add(
+        self, engine_id: str, own_id: str, num_prompt_tokens: int, max_tokens: int, meta: Mapping[str, Any], now_s: float
+    ) -> Tracked:
+        """Start to follow a request; `meta` is the "tetri" part of its `kv_transfer_params`, empty for a plain one."""
+        forecast, source = self._forecast(meta, max_tokens)
+        bounds = meta.get("length_range")
+        length_range = (
+            LengthRange(int(bounds[0]), int(bounds[1])) if source == "model" and bounds else self.range_of(forecast)
+        )
+        heavy = meta.get("is_heavy_decode")
+        tracked = Tracked(
+            request_id=own_id,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            forecast=forecast,
+            forecast_source=source,
+            length_range=length_range,
+            is_heavy_decode=forecast.is_heavy(self._settings.heavy_decode_over_tokens) if heavy is None else bool(heavy),
+            is_remote_prefill="decode_id" in meta,
+            arrived_s=now_s,
+        )
+        self._live[engine_id] = tracked
+        return tracked
+
+    def range_of(self, forecast: LengthForecast) -> LengthRange:
+        """The range in force for a new forecast, by the setting `forecast.range`."""
+        if self._settings.range == "argmax":
+            return forecast.argmax_bucket()
+        return forecast.range(self._settings.coverage)
+
+    def get(self, engine_id: str) -> Tracked | None:
+        """The request, or None if it is not followed."""
+        return self._live.get(engine_id)
+
+    def refresh(self, engine_id: str, num_output_tokens: int) -> Tracked:
+        """Note the tokens put out so far; an outgrown range is replaced by the next."""
+        tracked = self._live[engine_id]
+        tracked.num_output_tokens = num_output_tokens
+        tracked.length_range = refresh_range(
+            tracked.forecast, tracked.length_range, num_output_tokens, self._settings.coverage
+        )
+        return tracked
+
+    def finish(self, engine_id: str, num_output_tokens: int, completed: bool, now_s: float) -> Tracked | None:
+        """Stop following; a completed decode enters the history that forecasts fall back to."""
+        tracked = self._live.pop(engine_id, None)
+        if tracked is None:
+            return None
+        tracked.num_output_tokens = num_output_tokens
+        tracked.finished_s = now_s
+        self._finished.append(tracked)
+        if completed and num_output_tokens > 0:
+            self._history_tokens.append(num_output_tokens)
+        return tracked
+
+    def records(self) -> list[dict[str, Any]]:
+        """Finished and live requests as JSON-ready dicts, oldest first."""
+        return [_as_json(tracked) for tracked in (*self._finished, *self._live.values())]
+
+    def _forecast(self, meta: Mapping[str, Any], max_tokens: int) -> tuple[LengthForecast, str]:
+        raw = meta.get("forecast")
+        if raw is not None:
+            forecast = LengthForecast.from_weights(raw["edges_tokens"], raw["probabilities"])
+            return forecast.clipped(max_tokens), str(meta.get("forecast_source", "model"))
+        forecast = history_forecast(self._history_tokens, max_tokens + 1, self._settings.granularity_tokens)
+        return forecast.clipped(max_tokens), "history"
+
+
+def _as_json(tracked: Tracked) -> dict[str, Any]:
+    return {
+        "request_id": tracked.request_id,
+        "num_prompt_tokens": tracked.num_prompt_tokens,
+        "num_output_tokens": tracked.num_output_tokens,
+        "num_remote_tokens": tracked.num_remote_tokens,
+        "num_local_prompt_tokens": tracked.num_local_prompt_tokens,
+        "is_remote_prefill": tracked.is_remote_prefill,
+        "forecast_source": tracked.forecast_source,
+        "length_range": [tracked.length_range.low_tokens, tracked.length_range.high_tokens],
+        "is_heavy_decode": tracked.is_heavy_decode,
+        "arrived_s": tracked.arrived_s,
+        "vetoed_since_s": tracked.vetoed_since_s,
+        "admitted_s": tracked.admitted_s,
+        "first_scheduled_s": tracked.first_scheduled_s,
+        "transfer_start_s": tracked.transfer_start_s,
+        "transfer_end_s": tracked.transfer_end_s,
+        "finished_s": tracked.finished_s,
+    }
