@@ -1,0 +1,71 @@
+# make demo | make test. Both make .venv first and say what is missing before long work starts.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+HARDWARE ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi)
+
+BIN := $(VENV)/bin
+LOCK := requirements/$(HARDWARE).lock
+INSTALLED := $(VENV)/.installed-$(HARDWARE)
+GPU_FLAG := $(if $(filter gpu,$(HARDWARE)),--gpu)
+INSTALLED_FLAG = $(if $(wildcard $(INSTALLED)),--installed)
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: help venv demo test lint types fast engine pipeline clean preflight-demo preflight-test
+
+help:  ## Show this help
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: preflight-demo venv  ## Train the predictor, serve with it, compare with plain vLLM (under 25 minutes on two cores)
+	@echo "== 1/2  pipeline: prompts -> replies -> labels -> predictor -> registry (dvc repro)"
+	dvc repro
+	echo "== 2/2  serving: TetriServe and plain vLLM on the same requests"
+	target=$$(python -m pipeline.target --print-path)
+	tetri bench --model "$$target" --compare --port $(PORT) --workload mixed --report reports/demo.html --json reports/demo.json
+
+test: preflight-test venv lint types fast engine  ## Lint, types and all tests (under 30 minutes)
+
+lint: venv  ## ruff
+	ruff check .
+	ruff format --check .
+
+types: venv  ## mypy
+	mypy
+
+fast: venv  ## Tests without the engine
+	python -m pytest -m "not engine"
+
+engine: venv  ## Tests with the real vLLM engine and a tiny OPT made on the spot
+	python -m pytest -m engine
+
+pipeline: venv  ## Only the predictor's pipeline (dvc repro)
+	dvc repro
+
+venv: $(INSTALLED)  ## Make the virtual environment
+
+# Everything is in the lock, so nothing is resolved (--no-deps). Left out of the CPU lock on purpose: torchvision,
+# torchaudio and torchcodec, whose wheels do not match a CPU build of torch (transformers then fails to import models:
+# "operator torchvision::nms does not exist"); text models need none of them. nixl brings its CUDA 13 library only, not
+# the CUDA 12 one. `requirements/check.py` runs `pip check` and accepts these exceptions and no others.
+$(INSTALLED): $(LOCK) pyproject.toml requirements/vllm-alias/pyproject.toml requirements/check.py
+	@echo "== installing the $(HARDWARE) packages into $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps --no-compile -r $(LOCK) | sed -u -n 's/^Collecting /  /p'
+	if [ $(HARDWARE) = cpu ]; then $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation ./requirements/vllm-alias; fi
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	$(BIN)/python requirements/check.py
+	touch $@
+
+preflight-demo:
+	@$(PYTHON) serving_plugin/preflight.py demo --port $(PORT) $(GPU_FLAG) $(INSTALLED_FLAG)
+
+preflight-test:
+	@$(PYTHON) serving_plugin/preflight.py test $(GPU_FLAG) $(INSTALLED_FLAG)
+
+clean:  ## Remove what the pipeline, tests and demo made (not .venv)
+	rm -rf data models mlruns metrics plots reports logs dvc.lock .pytest_cache .mypy_cache .ruff_cache
