@@ -15,7 +15,7 @@ from serving_plugin.core.types import num_blocks
 
 @dataclass(frozen=True, slots=True)
 class ActiveDecode:
-    """A request that runs, loads or waits loaded; `length_range` is the one in force, `num_held_blocks` what it owns."""
+    """A request that runs, loads or waits loaded; `length_range` is in force now, `num_held_blocks` are its own."""
 
     num_prompt_tokens: int
     num_output_tokens: int

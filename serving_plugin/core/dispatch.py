@@ -1,7 +1,7 @@
 """Dispatch: which decode instance takes a prefilled request. Pure functions of a snapshot; standard library only.
 
 Definitions: docs/definitions.md, "Placement and dispatch". Source: TetriInfer 3.3.4. The paper's dispatcher sees loads
-that are up to 100 ms old; `promised` (ours) adds what this dispatcher gave away since, so that a burst does not pile up.
+up to 100 ms old; `promised` (ours) adds what this dispatcher gave away since, so that a burst does not pile up.
 """
 
 from __future__ import annotations

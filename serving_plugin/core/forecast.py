@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 DEFAULT_GRANULARITY_TOKENS = 200
@@ -42,7 +43,7 @@ class LengthForecast:
         edges, shares = self.edges_tokens, self.probabilities
         if len(edges) != len(shares) + 1 or not shares:
             raise ValueError(f"{len(shares)} probabilities need {len(shares) + 1} edges, got {len(edges)}")
-        if edges[0] < 0 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        if edges[0] < 0 or any(a >= b for a, b in pairwise(edges)):
             raise ValueError(f"edges must rise from 0 or more: {edges}")
         if any(not 0.0 <= p <= 1.0 + 1e-6 for p in shares) or abs(sum(shares) - 1.0) > 1e-3:
             raise ValueError(f"probabilities must lie in [0, 1] and sum to 1, got sum {sum(shares):.6g}")
@@ -71,19 +72,23 @@ class LengthForecast:
         return LengthRange(self.edges_tokens[best], self.edges_tokens[best + 1])
 
     def quantile(self, q: float) -> int:
-        """Smallest whole number of tokens x with P(length <= x) >= q."""
+        """Smallest whole number of tokens x with P(length <= x) >= q, in a bucket that holds probability."""
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"quantile {q} is outside [0, 1]")
-        reached = 0.0
+        reached, longest = 0.0, self.edges_tokens[0]
         for low, high, p in zip(self.edges_tokens, self.edges_tokens[1:], self.probabilities, strict=False):
-            if p > 0 and reached + p >= q - 1e-12:
+            if p <= 0:
+                continue
+            if reached + p >= q - 1e-12:
                 inside = max(0.0, (q - reached) / p)  # share of the bucket below the quantile
                 return min(high - 1, max(low, low + _ceil(inside * (high - low)) - 1))
-            reached += p
-        return self.edges_tokens[-1] - 1
+            reached, longest = reached + p, high - 1
+        return longest  # probabilities sum to one only nearly
 
     def range(self, coverage: float) -> LengthRange:
         """Central interval that holds the length with probability `coverage`; the bucket itself when one-hot."""
+        if not 0.0 < coverage <= 1.0:
+            raise ValueError(f"coverage {coverage} is outside (0, 1]")
         if self.is_one_hot:
             return self.argmax_bucket()
         tail = (1.0 - coverage) / 2
@@ -119,21 +124,29 @@ class LengthForecast:
         low, high = self.edges_tokens[first], self.edges_tokens[first + 1]
         shares[0] *= (high - edges[0]) / (high - low)
         if sum(shares) <= 0:  # certain of less than is already out: uniform over what is left
-            return type(self).from_weights(edges, [b - a for a, b in zip(edges, edges[1:], strict=False)])
+            return type(self).from_weights(edges, [b - a for a, b in pairwise(edges)])
         return type(self).from_weights(edges, shares)
 
     def clipped(self, max_tokens: int) -> Self:
-        """The forecast under a limit of `max_tokens`: mass beyond it lies on the limit itself."""
+        """The forecast under a limit of `max_tokens`: mass beyond it lies on the limit itself.
+
+        A one-hot bucket is cut at the limit and stays one-hot.
+        """
         if max_tokens < 1:
             raise ValueError(f"max_tokens {max_tokens} is below 1")
         end = max_tokens + 1
         if end >= self.edges_tokens[-1]:
             return self
-        if end <= self.edges_tokens[0] + 1:
-            return type(self).one_hot(LengthRange(max_tokens, end))
-        kept = bisect_right(self.edges_tokens, end - 1) - 1  # bucket in which the limit lies
-        edges = (*self.edges_tokens[: kept + 1], end)
-        return type(self).from_weights(edges, (*self.probabilities[:kept], sum(self.probabilities[kept:])))
+        if self.is_one_hot:
+            bucket = self.argmax_bucket()
+            return type(self).one_hot(LengthRange(min(bucket.low_tokens, max_tokens), min(bucket.high_tokens, end)))
+        edges, shares = [], []
+        for low, high, p in zip(self.edges_tokens, self.edges_tokens[1:], self.probabilities, strict=False):
+            if low < max_tokens:
+                edges.append(low)
+                shares.append(p * min(1.0, (max_tokens - low) / (high - low)))
+        at_limit = max(0.0, sum(self.probabilities) - sum(shares))
+        return type(self).from_weights([*edges, max_tokens, end], [*shares, at_limit])
 
     def regrouped(self, granularity_tokens: int) -> Self:
         """The same distribution over buckets `[0, G), [G, 2G), ...` (mass of a split bucket is shared evenly)."""
@@ -152,7 +165,9 @@ class LengthForecast:
 
 
 def history_forecast(
-    finished_lengths_tokens: Iterable[int], default_high_tokens: int, granularity_tokens: int = DEFAULT_GRANULARITY_TOKENS
+    finished_lengths_tokens: Iterable[int],
+    default_high_tokens: int,
+    granularity_tokens: int = DEFAULT_GRANULARITY_TOKENS,
 ) -> LengthForecast:
     """Empirical distribution of recent lengths, for a request without a forecast.
 
@@ -170,19 +185,29 @@ def history_forecast(
 
 
 def refresh_range(
-    forecast: LengthForecast, current: LengthRange, num_output_tokens: int, coverage: float
+    forecast: LengthForecast,
+    current: LengthRange,
+    num_output_tokens: int,
+    coverage: float,
+    max_tokens: int | None = None,
 ) -> LengthRange:
     """The range in force once `num_output_tokens` are out: `current` until it is outgrown (out >= high), then the next.
 
-    One-hot: the successor bucket that holds the true length now. Otherwise the conditional interval.
+    One-hot: the successor bucket that holds the true length now. Otherwise the conditional interval. Never beyond
+    `max_tokens`, where the reply stops.
     """
     if num_output_tokens < current.high_tokens:
         return current
     if forecast.is_one_hot:
         width = current.high_tokens - current.low_tokens
         low = current.low_tokens + (num_output_tokens - current.low_tokens) // width * width
-        return LengthRange(low, low + width)
-    return forecast.given_more_than(num_output_tokens).range(coverage)
+        following = LengthRange(low, low + width)
+    else:
+        following = forecast.given_more_than(num_output_tokens).range(coverage)
+    if max_tokens is None or following.high_tokens <= max_tokens + 1:
+        return following
+    high = max(max_tokens, num_output_tokens) + 1
+    return LengthRange(min(following.low_tokens, high - 1), high)
 
 
 def _ceil(x: float) -> int:

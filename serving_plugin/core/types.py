@@ -92,8 +92,8 @@ class InstanceLoad:
 class RequestRecord:
     """What metrics are made of: one request's life, identical from live runs and simulation.
 
-    Times are seconds on one clock (the recorder's), None where the event did not happen. `token_times_s` are arrivals of
-    output tokens at the client, empty when not recorded. `whole_reason` says why a request was not split, if it was not.
+    Times are seconds on one clock (the recorder's), None where the event did not happen. `token_times_s` are arrivals
+    of output tokens at the client, empty when not recorded. `whole_reason` says why a request was not split, if so.
     """
 
     id: str
