@@ -1,0 +1,66 @@
+"""`python -m benchmarks --list` and `python -m benchmarks NAME [--short] [--json FILE] [--report FILE]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from serving_plugin.core.errors import ConfigurationError, TetriError
+
+
+def _serve() -> ModuleType:
+    from benchmarks import serve
+
+    return serve
+
+
+# Imported when asked for: `--list` must not load what a benchmark needs.
+BENCHMARKS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
+    "serve": ("the paper's five workloads on TetriServe and plain vLLM (figures 11-15)", _serve),
+}
+
+app = typer.Typer(add_completion=False, help="Experiments against peers; results name the command that made them.")
+
+
+@app.command()
+def main(
+    name: Annotated[str | None, typer.Argument(help="Which benchmark; see --list.")] = None,
+    list_names: Annotated[bool, typer.Option("--list", help="Print the names and what they measure.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Minutes, not hours: shows that it works.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every raw figure here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
+    model: Annotated[Path, typer.Option(help="Target model folder.")] = Path("models/targets/SmolLM2-135M-Instruct"),
+    source: Annotated[str, typer.Option(help="Prompts: `sharegpt` or a file.")] = "sharegpt",
+) -> None:
+    """Run one benchmark on this machine."""
+    if list_names:
+        for known, (summary, _) in BENCHMARKS.items():
+            typer.echo(f"{known:12} {summary}")
+        return
+    if name not in BENCHMARKS:
+        what = "no benchmark named" if name is None else f"unknown benchmark {name!r}"
+        raise ConfigurationError(f"{what}; known are {', '.join(BENCHMARKS)}")
+    from serving_plugin.bench.console import deliver, require_writable
+
+    require_writable(json_path, report)
+    result = BENCHMARKS[name][1]().run(model, source, short)
+    if not deliver(result, json_path, report):
+        raise typer.Exit(1)
+
+
+def entry() -> None:
+    """Run the command line; a `TetriError` becomes one line on stderr and exit code 2."""
+    try:
+        app(prog_name="python -m benchmarks")
+    except TetriError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    entry()
