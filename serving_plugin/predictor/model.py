@@ -1,0 +1,135 @@
+"""The trained predictor at run time: tokenizer + ONNX Runtime session. Must not import torch or transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.predictor.encoding import EncodedPrompt, PromptEncoder, pad_batch
+from serving_plugin.predictor.registry import ResolvedModel, resolve_model
+from serving_plugin.predictor.spec import MODEL_FILE, TOKENIZER_FILE, PredictorSpec
+from serving_plugin.predictor.target import same_target
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+logger = logging.getLogger(__name__)
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class LengthPredictor:
+    """Prompt texts in, `LengthForecast`s out. A prompt's forecast does not depend on its batch (to float rounding)."""
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        encoder: PromptEncoder,
+        spec: PredictorSpec,
+        resolved: ResolvedModel,
+        batch_size: int = 8,
+    ) -> None:
+        self._session, self._encoder, self._batch_size = session, encoder, batch_size
+        self.spec, self.resolved = spec, resolved
+
+    @classmethod
+    def load(
+        cls,
+        uri_or_folder: str,
+        *,
+        tracking_uri: str | None = None,
+        num_threads: int = 1,
+        batch_size: int = 8,
+        resolve: Callable[[str, str | None], ResolvedModel] = resolve_model,
+    ) -> LengthPredictor:
+        """Load from `models:/NAME@ALIAS`, `models:/NAME/VERSION` or a folder.
+
+        Raises:
+            ConfigurationError: nothing usable lies there.
+        """
+        resolved = resolve(uri_or_folder, tracking_uri)
+        folder = Path(resolved.path)
+        spec = PredictorSpec.load(folder)
+        encoder = PromptEncoder.from_file(folder / TOKENIZER_FILE, spec.max_input_tokens, spec.head_tokens)
+        session = open_session(folder / MODEL_FILE, num_threads)
+        predictor = cls(session, encoder, spec, resolved, batch_size)
+        logger.info(
+            "length predictor %s version %s (target %s) runs on %s",
+            resolved.name, resolved.version or "none", spec.target_model, predictor.provider,
+        )  # fmt: skip
+        return predictor
+
+    @property
+    def provider(self) -> str:
+        """ONNX Runtime's execution provider in use, e.g. `CPUExecutionProvider`."""
+        return str(self._session.get_providers()[0])
+
+    def require_target(self, served_model: str) -> None:
+        """Refuse to forecast for a model that this predictor was not trained on.
+
+        Raises:
+            ConfigurationError: the targets differ.
+        """
+        if not same_target(self.spec.target_model, served_model):
+            raise ConfigurationError(
+                f"predictor {self.resolved.uri} was trained for target {self.spec.target_model!r}, "
+                f"not {served_model!r}; train one for it, or pass --allow-other-target"
+            )
+
+    def encode(self, texts: Sequence[str]) -> list[EncodedPrompt]:
+        """Tokenise prompts (untruncated length included)."""
+        return self._encoder.encode_batch(texts)
+
+    def predict(self, texts: Sequence[str]) -> list[LengthForecast]:
+        """One forecast per prompt, in order."""
+        return self.to_forecasts(self.probabilities(self.encode(texts)))
+
+    def to_forecasts(self, probabilities: FloatArray) -> list[LengthForecast]:
+        """Rows of (batch, buckets) as forecasts over the model's fine buckets."""
+        return [LengthForecast.from_weights(self.spec.edges_tokens, row.tolist()) for row in probabilities]
+
+    def probabilities(self, prompts: Sequence[EncodedPrompt]) -> FloatArray:
+        """(prompts, buckets); batches hold prompts of like length, so that little is padding."""
+        result = np.empty((len(prompts), self.spec.num_buckets), dtype=np.float32)
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        for start in range(0, len(by_length), self._batch_size):
+            rows = by_length[start : start + self._batch_size]
+            result[rows] = self._run([prompts[i].ids for i in rows])
+        return result
+
+    def _run(self, ids: Sequence[Sequence[int]]) -> FloatArray:
+        input_ids, attention_mask = pad_batch(ids, self.spec.pad_token_id)
+        outputs = self._session.run(["probabilities"], {"input_ids": input_ids, "attention_mask": attention_mask})
+        return np.asarray(outputs[0], dtype=np.float32)
+
+
+def open_session(path: Path, num_threads: int) -> onnxruntime.InferenceSession:
+    """Session with CUDA where this build and machine offer it, else CPU; its threads sleep while there is no work.
+
+    Raises:
+        ConfigurationError: the file is missing or not a model, or `num_threads` is below 1.
+    """
+    import onnxruntime
+
+    if num_threads < 1:
+        raise ConfigurationError(f"--num-threads {num_threads} is below 1")
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is missing; run `dvc repro`")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    # ONNX Runtime's threads spin by default: on few cores they would starve the engine beside them
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    offered = onnxruntime.get_available_providers()
+    providers = [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in offered]
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:  # the binding's own exception classes share no base but Exception
+        raise ConfigurationError(f"{path} cannot be loaded ({str(error).splitlines()[0]}); run `dvc repro`") from None
