@@ -66,6 +66,7 @@ def run(model: Path, source: str, is_short: bool) -> BenchResult:
         hardware=hardware,
         max_model_len_tokens=context_tokens,
         chunk_tokens=default_chunk_tokens(hardware),
+        prefill_chunk_tokens=default_chunk_tokens(hardware),
     )
     for name in extent.systems:
         plan_system(name, settings, range(1, settings.num_servers + 1))  # refuses a missing command before long work

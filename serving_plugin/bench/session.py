@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,7 @@ async def _measure_running(
             name = f"{workload.spec.name} · seed {workload.spec.seed}"
             watcher.stage(name)
             started_s = time.time()
-            records = await measure_urls(
-                workload, load, options.num_warm_up, lambda p, name=name: watcher.load(name, p)
-            )
+            records = await measure_urls(workload, load, options.num_warm_up, partial(watcher.load, name))
             figures = measure(records, options.slo)
             result = RunResult(
                 system=target.label,
@@ -203,6 +202,7 @@ def _system_facts(settings: SystemSettings) -> dict[str, Any]:
         "num_decode": settings.num_decode,
         "max_model_len_tokens": settings.max_model_len_tokens,
         "chunk_tokens": settings.chunk_tokens,
+        "prefill_chunk_tokens": settings.prefill_chunk_tokens,
         "kv_cache_gib_per_server": None if settings.hardware.gpus else settings.kv_cache_gib,
         "max_num_seqs": settings.max_num_seqs,
         "block_size_tokens": None if settings.hardware.gpus else settings.block_size_tokens,

@@ -8,6 +8,7 @@ functions of settings; only `running` starts anything.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -19,13 +20,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.processes import Child, ChildSpec, free_port, stop_all, wait_until_ready
+from serving_plugin.processes import Child, ChildSpec, require_free_port, stop_all, wait_until_ready
 
 DEFAULT_CPU_CHUNK_TOKENS = (
     128  # measured best for SmolLM2-135M on one AVX-512 core; an untuned server stalls for seconds
 )
 DEFAULT_GPU_CHUNK_TOKENS = 512  # the paper's saturation point; sweep with --tune on other hardware
 _RSS_INTERVAL_S = 1.0
+_PORTS = range(20000, 30000)
 
 
 class SystemName(StrEnum):
@@ -70,7 +72,8 @@ class SystemSettings:
     """What all systems have in common, so that they differ in nothing but their architecture.
 
     `kv_cache_gib` is each server's KV budget on CPU (on GPU vLLM's own memory share rules). `num_prefill` +
-    `num_decode` is the number of coupled servers.
+    `num_decode` is the number of coupled servers. `chunk_tokens` is the plain servers' chunk, `prefill_chunk_tokens`
+    TetriServe's: each gets what suits it.
     """
 
     model: Path
@@ -79,6 +82,7 @@ class SystemSettings:
     num_prefill: int = 1
     num_decode: int = 1
     chunk_tokens: int = DEFAULT_CPU_CHUNK_TOKENS
+    prefill_chunk_tokens: int = DEFAULT_CPU_CHUNK_TOKENS
     kv_cache_gib: int = 2
     max_num_seqs: int = 64
     block_size_tokens: int = 32
@@ -221,7 +225,13 @@ def _plain_vllm(
 def _plan_tetriserve(settings: SystemSettings, port: int) -> SystemPlan:
     command = [executable("tetri"), "serve", str(settings.model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prefill", str(settings.num_prefill), "--decode", str(settings.num_decode)]
-    command += settings.extra_serve_args
+    command += ["--served-model-name", settings.served_name, "--log-dir", str(settings.log_folder / "tetriserve")]
+    command += ["--kv-cache-gib", str(settings.kv_cache_gib), "--chunk-tokens", str(settings.prefill_chunk_tokens)]
+    command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
+    command += ["--ready-timeout-s", str(settings.ready_timeout_s), *settings.extra_serve_args]
+    command += ["--", "--max-model-len", str(settings.max_model_len_tokens)]
+    if settings.dtype is not None:
+        command += ["--dtype", settings.dtype]
     title = f"TetriServe {settings.num_prefill}P+{settings.num_decode}D"
     environment = _common_environment(settings)
     if settings.hardware.gpus:
@@ -229,19 +239,27 @@ def _plan_tetriserve(settings: SystemSettings, port: int) -> SystemPlan:
     child = ChildSpec(
         SystemName.TETRISERVE.value, tuple(command), settings.log_folder / "tetriserve.log", environment, ()
     )
+    urls = (f"http://127.0.0.1:{port}",)
     return SystemPlan(
-        SystemName.TETRISERVE, title, (child,), (f"http://127.0.0.1:{port}",), ("tetriserve",), settings.chunk_tokens
+        SystemName.TETRISERVE, title, (child,), urls, (SystemName.TETRISERVE.value,), settings.prefill_chunk_tokens
     )
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different ports that were free a moment ago."""
+    """`count` ports that were free a moment ago, below the range that the system hands out to outgoing connections.
+
+    `tetri serve` takes the ports 100 and up above its own for its instances.
+    """
     ports: list[int] = []
-    while len(ports) < count:
-        port = free_port()
-        if port not in ports:
-            ports.append(port)
-    return ports
+    for port in random.sample(_PORTS, len(_PORTS)):
+        try:
+            require_free_port(port, "")
+        except ConfigurationError:
+            continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ConfigurationError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}; stop other servers")
 
 
 class MemoryWatch:

@@ -106,7 +106,7 @@ def bench(
     decode: Annotated[int, typer.Option(help="Decode instances of TetriServe.", rich_help_panel=_COMPARE)] = 1,
     kv_cache_gib: Annotated[int, typer.Option(help="KV cache of each CPU server, GiB.", rich_help_panel=_COMPARE)] = 2,
     dtype: Annotated[
-        str | None, typer.Option(help="For plain vLLM; pass TetriServe's with --serve-args.", rich_help_panel=_COMPARE)
+        str | None, typer.Option(help="Of all servers; the model's own if left out.", rich_help_panel=_COMPARE)
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs per server.", rich_help_panel=_COMPARE)] = 1,
     serve_args: Annotated[str, typer.Option(help="More flags for `tetri serve`.", rich_help_panel=_COMPARE)] = "",
@@ -184,6 +184,7 @@ def bench(
             num_prefill=prefill,
             num_decode=decode,
             chunk_tokens=chunk_tokens or default_chunk_tokens(hardware),
+            prefill_chunk_tokens=default_chunk_tokens(hardware),
             kv_cache_gib=kv_cache_gib,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
