@@ -176,7 +176,7 @@ def serve(policy, size, total, requests, gap=lambda: 0):
     return most, served
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(workloads(), st.randoms())
 def test_a_batch_admitted_by_reserve_peak_never_overflows(workload, gaps):
     size, total, requests = workload
@@ -185,7 +185,7 @@ def test_a_batch_admitted_by_reserve_peak_never_overflows(workload, gaps):
     assert served == len(requests)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads())
 def test_reserve_peak_holds_at_the_very_limit_of_every_range(workload):
     size, total, requests = workload
