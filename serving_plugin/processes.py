@@ -5,6 +5,7 @@ Used by whoever starts servers (launcher, benchmarks, the predictor's owner). St
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -93,10 +94,8 @@ class Child:
         self.process.wait(5)
 
     def _kill_group(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 20.0) -> None:
@@ -137,7 +136,9 @@ def wait_until_ready(
         on_progress({children[url].spec.name for url in waiting}, elapsed_s)
         if waiting and elapsed_s > timeout_s:
             names = ", ".join(sorted(children[url].spec.name for url in waiting))
-            raise ConfigurationError(f"{names} not ready after {timeout_s:.0f} s; see the logs, or raise --ready-timeout-s")
+            raise ConfigurationError(
+                f"{names} not ready after {timeout_s:.0f} s; see the logs, or raise --ready-timeout-s"
+            )
         if waiting:
             time.sleep(0.5)
 

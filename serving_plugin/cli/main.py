@@ -13,7 +13,7 @@ from serving_plugin.core.errors import TetriError
 
 app = typer.Typer(
     name="tetri",
-    help="Length-aware disaggregated serving on stock vLLM: train a length predictor (dvc repro), evaluate it, serve with it.",
+    help="Length-aware disaggregated serving on stock vLLM: train a length predictor (dvc repro), serve with it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -45,7 +46,9 @@ FIRST_SNAPSHOT_TIMEOUT_S = 30.0
 class Agent:
     """One per API server. `start` once, then `predict` and `dispatch` per request from the server's event loop."""
 
-    def __init__(self, settings: InstanceSettings, engine_id: str, model_names: tuple[str, ...], fingerprint: str) -> None:
+    def __init__(
+        self, settings: InstanceSettings, engine_id: str, model_names: tuple[str, ...], fingerprint: str
+    ) -> None:
         self.settings = settings
         self.role = settings.role
         self.role_epoch = 0
@@ -62,7 +65,7 @@ class Agent:
         self._is_serving = False
         self._receiver = LoadReceiver(engine_id, self._on_feed)
         self._pending_events: dict[str, list[TransferEvent]] = {gateway: [] for gateway in settings.gateways}
-        self._stopped = threading.Event()
+        self._stop_connections: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._run_connections, name="tetri-agent", daemon=True)
 
     async def start(self) -> None:
@@ -80,16 +83,17 @@ class Agent:
 
     def close(self) -> None:
         """Stop threads and the predictor within a bound."""
-        self._stopped.set()
         self._receiver.close()
         if self.predictor is not None:
             self.predictor.close()
-        self._thread.join(timeout=3.0)
+        if self._thread.is_alive():
+            self._stop_connections()
+            self._thread.join(timeout=3.0)
 
     # Per request
 
     async def predict(self, request_id: str, text: str) -> LengthForecast | None:
-        """The model's forecast, or None if there is no predictor or it fails. Bounded by `prediction.timeout_s`."""
+        """The model's forecast, or None if there is no predictor or it fails. The caller bounds its wait."""
         if self.predictor is None:
             return None
         return await self.predictor.forecast(request_id, text)
@@ -155,12 +159,13 @@ class Agent:
         asyncio.run(self._hold_connections())
 
     async def _hold_connections(self) -> None:
+        stopped = asyncio.Event()
+        self._stop_connections = partial(asyncio.get_running_loop().call_soon_threadsafe, stopped.set)
         timeout = aiohttp.ClientTimeout(total=None, connect=5, sock_connect=5)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             tasks = [asyncio.create_task(self._hold(session, gateway)) for gateway in self.settings.gateways]
             tasks.append(asyncio.create_task(self._watch_own_server(session)))
-            while not self._stopped.is_set():
-                await asyncio.sleep(0.2)
+            await stopped.wait()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -169,7 +174,9 @@ class Agent:
         """READY only once our own API server answers: plugins start before it listens."""
         while not self._is_serving:
             try:
-                async with session.get(f"{self.settings.url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
+                async with session.get(
+                    f"{self.settings.url}/health", timeout=aiohttp.ClientTimeout(total=2)
+                ) as response:
                     self._is_serving = response.status == 200
             except (aiohttp.ClientError, TimeoutError):
                 pass
@@ -186,7 +193,9 @@ class Agent:
                     pause_s = RECONNECT_MIN_S
                     await self._talk(socket, gateway)
             except (aiohttp.ClientError, OSError, TimeoutError, WireError) as error:
-                logger.warning("gateway %s: %s; trying again in %.1f s", gateway, error or type(error).__name__, pause_s)
+                logger.warning(
+                    "gateway %s: %s; trying again in %.1f s", gateway, error or type(error).__name__, pause_s
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(RECONNECT_MAX_S, pause_s * 2)
 

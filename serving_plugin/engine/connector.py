@@ -1,7 +1,7 @@
 """vLLM's NIXL pull connector, kept whole, with what TetriServe needs on top.
 
-- Keeps its CPU affinity: 0.32.0 pins the worker to the last core of the NUMA node (`nixl/base_worker.py:702-714`), so two
-  instances on one host would share that core.
+- Keeps its CPU affinity: 0.32.0 pins the worker to the last core of the NUMA node (`nixl/base_worker.py:702-714`), so
+  two instances on one host would share that core.
 - Lets NIXL's progress thread sleep between polls: the Python wrapper hard-codes a spinning one, which takes half a core
   from the model on hosts with few cores.
 - Returns our own request id and times with the prefill leg: `request_finished` of 0.32.0 builds a fresh dict.
@@ -75,7 +75,7 @@ def _affinity_kept() -> Iterator[None]:
 def _let_progress_thread_sleep() -> None:
     """Wrap the binding's agent constructor so that the progress thread polls every millisecond. Idempotent.
 
-    The configuration object is made inside `nixl._api.nixl_agent.__init__`, so the binding is the only place to reach it.
+    The configuration object is made inside `nixl._api.nixl_agent.__init__`: only the binding can be reached.
     """
     for name in ("nixl_cu13._api", "nixl_cu12._api", "nixl._api"):
         try:

@@ -45,14 +45,19 @@ class Dispatcher:
         """Recent output lengths of the cluster: what a request without a forecast is judged by."""
         self._history_tokens = tuple(finished_lengths_tokens)
 
-    def classify(self, forecast: LengthForecast | None, max_tokens: int) -> tuple[LengthForecast, str, LengthRange, bool]:
+    def classify(
+        self, forecast: LengthForecast | None, max_tokens: int
+    ) -> tuple[LengthForecast, str, LengthRange, bool]:
         """(forecast in force, its source, range in force, heavy decode) for a request limited to `max_tokens`.
 
         With `forecast.range` argmax the forecast in force is the paper's: one bucket of `granularity_tokens`.
         """
         settings = self._forecast
         if forecast is None:
-            base, source = history_forecast(self._history_tokens, max_tokens + 1, settings.granularity_tokens), "history"
+            base, source = (
+                history_forecast(self._history_tokens, max_tokens + 1, settings.granularity_tokens),
+                "history",
+            )
         else:
             base, source = forecast, "model"
         if settings.range == "argmax":

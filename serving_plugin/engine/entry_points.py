@@ -83,6 +83,4 @@ def kv_fingerprint(config: Any) -> str:
     from vllm.version import __version__
 
     model, cache = config.model_config, config.cache_config
-    return "|".join(
-        str(part) for part in (__version__, model.model, model.dtype, cache.cache_dtype, cache.block_size)
-    )
+    return "|".join(str(part) for part in (__version__, model.model, model.dtype, cache.cache_dtype, cache.block_size))

@@ -64,25 +64,32 @@ class LegMiddleware:
         body = _json_object(raw)
         meta = ((body or {}).get("kv_transfer_params") or {}).get("tetri") if body else None
         if body is None or not isinstance(meta, dict) or "request_id" not in meta:
-            await _refuse(send, 400, "a prefill leg needs kv_transfer_params.tetri.request_id; only a gateway sends one")
+            await _refuse(
+                send, 400, "a prefill leg needs kv_transfer_params.tetri.request_id; only a gateway sends one"
+            )
             return
         forecasting = asyncio.create_task(self._forecast(agent, str(meta["request_id"]), body))
+        wait_s = agent.settings.prediction.timeout_s
         try:
             if agent.settings.prediction.mode == "sequential":
-                await asyncio.wait([forecasting])
+                await asyncio.wait([forecasting], timeout=wait_s)
             capture = _Capture()
             await self._app(scope, _replay(raw, receive), capture.send)
             if capture.status != 200:
                 await capture.pass_on(send)
                 return
+            # Parallel mode: the forecast is usually here by now; late ones are replaced by history (never a hang).
+            await asyncio.wait([forecasting], timeout=wait_s)
+            forecast, forecast_ready_s = forecasting.result() if forecasting.done() else (None, unix_now_s())
             answer = json.loads(capture.body)
-            forecast, forecast_ready_s = await forecasting
             self._add_decision(agent, body, answer, forecast, forecast_ready_s)
             await capture.pass_on(send, json.dumps(answer).encode())
         finally:
             forecasting.cancel()
 
-    async def _forecast(self, agent: Agent, request_id: str, body: Mapping[str, Any]) -> tuple[LengthForecast | None, float]:
+    async def _forecast(
+        self, agent: Agent, request_id: str, body: Mapping[str, Any]
+    ) -> tuple[LengthForecast | None, float]:
         forecast = await agent.predict(request_id, prompt_text(body, self._decode_tokens))
         return forecast, unix_now_s()
 
@@ -98,7 +105,9 @@ class LegMiddleware:
         meta = params.get("tetri")
         if meta is None:
             # The connector returned nothing to pull (for instance an engine without blocks for the request).
-            answer["kv_transfer_params"] = {"tetri": {"decode_id": None, "decode_url": None, "error": "no KV to transfer"}}
+            answer["kv_transfer_params"] = {
+                "tetri": {"decode_id": None, "decode_url": None, "error": "no KV to transfer"}
+            }
             return
         max_tokens = meta.get("max_tokens") or (
             DEFAULT_COMPLETION_MAX_TOKENS
@@ -162,7 +171,7 @@ def _leg_of(scope: Mapping[str, Any]) -> Leg | None:
 
 
 async def _read_body(receive: Receive) -> bytes:
-    chunks = []
+    chunks: list[bytes] = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":

@@ -1,8 +1,8 @@
 """How load leaves the EngineCore process: an immutable snapshot and a thread that ships it.
 
-The scheduler publishes a snapshot after every change of its state; nobody iterates its containers from a thread. An idle
-core blocks in its input queue, so the shipping thread has a clock of its own. Transport: ZeroMQ PUSH/PULL over ipc, one
-socket per instance, named after the engine id that both processes share.
+The scheduler publishes a snapshot after every change of its state; nobody iterates its containers from a thread. An
+idle core blocks in its input queue, so the shipping thread has a clock of its own. Transport: ZeroMQ PUSH/PULL over
+ipc, one socket per instance, named after the engine id that both processes share.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LoadPublisher:
         self._thread.join(timeout=2.0)
 
     def _ship(self) -> None:
-        socket = zmq.Context.instance().socket(zmq.PUSH)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 4)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._endpoint)
@@ -146,7 +146,7 @@ class LoadReceiver:
         Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _receive(self) -> None:
-        socket = zmq.Context.instance().socket(zmq.PULL)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         socket.setsockopt(zmq.RCVTIMEO, 500)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(self._endpoint)

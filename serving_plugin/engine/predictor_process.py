@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ from serving_plugin.processes import Child, ChildSpec
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+FORECAST_TIMEOUT_S = (
+    120.0  # after this nobody can still be waiting: the wait itself is bounded by `prediction.timeout_s`
+)
 
 
 class PredictorProcess:
@@ -43,7 +45,9 @@ class PredictorProcess:
         settings = self._settings
         cores = (settings.core,) if settings.core is not None else tuple(sorted(os.sched_getaffinity(0)))
         self._child = Child(
-            ChildSpec("length predictor", self._command(), self._folder / "predictor.log", {"OMP_NUM_THREADS": "1"}, cores)
+            ChildSpec(
+                "length predictor", self._command(), self._folder / "predictor.log", {"OMP_NUM_THREADS": "1"}, cores
+            )
         )
         self._client = PredictorClient(self._endpoint)
         ready = asyncio.create_task(self._client.wait_ready(START_TIMEOUT_S))
@@ -63,16 +67,13 @@ class PredictorProcess:
         return f"{self.info.get('name', '?')} v{self.info.get('version', '?')}"
 
     async def forecast(self, request_id: str, text: str) -> LengthForecast | None:
-        """The forecast of `text`, or None when late or failed."""
+        """The forecast of `text`, or None when it failed. The caller bounds its own wait."""
         if self._client is None:
             return None
-        # A key of our own: the same client may send one request id twice.
-        return await self._client.forecast(f"{request_id}/{uuid.uuid4().hex[:8]}", text, self._settings.timeout_s)
+        return await self._client.forecast(request_id, text, FORECAST_TIMEOUT_S)
 
     def close(self) -> None:
-        """Stop the process and remove its socket and log."""
-        if self._client is not None:
-            self._client.close()
+        """Stop the process and remove its socket and log. The client's socket ends with its event loop."""
         if self._child is not None:
             self._child.stop(5.0)
         for left in self._folder.glob("*"):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from serving_plugin.core.admit import ActiveDecode, DecodePool, Newcomer
+from serving_plugin.core.admit import ActiveDecode, DecodePool, Newcomer, fits_now
 from serving_plugin.core.chunk import step_token_budget
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
@@ -28,8 +28,13 @@ from serving_plugin.engine.ledger import take_ledger
 from serving_plugin.engine.load_feed import EngineSnapshot, LoadPublisher, TransferEvent, unix_now_s
 from serving_plugin.engine.tracker import RequestTracker, Tracked
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _SchedulerBase
+else:
+    _SchedulerBase = object  # a mixin over both of vLLM's classes
 
-class TetriSchedulerMixin:
+
+class TetriSchedulerMixin(_SchedulerBase):
     """Order, chunk and admission around vLLM's `schedule`; publishes loads; keeps the request tracker."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -182,7 +187,8 @@ class TetriSchedulerMixin:
             is_aged = tracked.vetoed_since_s is not None and (
                 now_s - tracked.vetoed_since_s > self.tetri_settings.admit.max_veto_s
             )
-            if not blocked_by_aged and (self._aged_fits(newcomer, pool) if is_aged else self._admit(newcomer, pool)):
+            admit = fits_now if is_aged else self._admit
+            if not blocked_by_aged and admit(newcomer, pool):
                 admitted.append(request)
                 pool = _with_newcomer(pool, newcomer)
                 continue
@@ -190,12 +196,6 @@ class TetriSchedulerMixin:
             tracked.vetoed_since_s = tracked.vetoed_since_s or now_s
             self._num_vetoed_tokens += request.num_prompt_tokens
         return admitted
-
-    @staticmethod
-    def _aged_fits(newcomer: Newcomer, pool: DecodePool) -> bool:
-        from serving_plugin.core.admit import fits_now
-
-        return fits_now(newcomer, pool)
 
     def _num_cached_blocks(self, request: Request) -> int:
         if not self.cache_config.enable_prefix_caching:
@@ -262,9 +262,7 @@ class TetriSchedulerMixin:
 
     def _publish(self) -> None:
         """Hand an immutable snapshot to the shipping thread; O(requests), no allocation of blocks or locks."""
-        num_loading = sum(
-            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.kv_holding_waiting
-        )
+        num_loading = sum(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.kv_holding_waiting)
         num_active = len(self.running) + len(self.kv_holding_waiting)
         heavy = sum(
             tracked.is_heavy_decode
@@ -286,9 +284,7 @@ class TetriSchedulerMixin:
                 num_vetoed_tokens=self._num_vetoed_tokens if self.waiting else 0,
                 num_total_blocks=num_total,
                 num_free_blocks=num_free,
-                num_pinned_blocks=sum(
-                    num_blocks(request.num_computed_tokens, self.block_size) for request in pinned
-                ),
+                num_pinned_blocks=sum(num_blocks(request.num_computed_tokens, self.block_size) for request in pinned),
                 block_size_tokens=self.block_size,
                 num_heavy_decodes=heavy,
                 num_light_decodes=num_active + len(self.waiting) - heavy,
@@ -301,7 +297,11 @@ class TetriSchedulerMixin:
         """State for the agent, between steps: "ledger", or "requests" with totals."""
         if what == "ledger":
             return take_ledger(self)
-        return {"role": self.tetri_role.value, "totals": dict(self.tetri_totals), "requests": self.tetri_tracker.records()}
+        return {
+            "role": self.tetri_role.value,
+            "totals": dict(self.tetri_totals),
+            "requests": self.tetri_tracker.records(),
+        }
 
 
 class TetriScheduler(TetriSchedulerMixin, Scheduler):

@@ -50,7 +50,13 @@ class RequestTracker:
         self._history_tokens: deque[int] = deque(maxlen=settings.history_size)
 
     def add(
-        self, engine_id: str, own_id: str, num_prompt_tokens: int, max_tokens: int, meta: Mapping[str, Any], now_s: float
+        self,
+        engine_id: str,
+        own_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        meta: Mapping[str, Any],
+        now_s: float,
     ) -> Tracked:
         """Start to follow a request; `meta` is the "tetri" part of its `kv_transfer_params`, empty for a plain one."""
         forecast, source = self._forecast(meta, max_tokens)
@@ -66,7 +72,9 @@ class RequestTracker:
             forecast=forecast,
             forecast_source=source,
             length_range=length_range,
-            is_heavy_decode=forecast.is_heavy(self._settings.heavy_decode_over_tokens) if heavy is None else bool(heavy),
+            is_heavy_decode=forecast.is_heavy(self._settings.heavy_decode_over_tokens)
+            if heavy is None
+            else bool(heavy),
             is_remote_prefill="decode_id" in meta,
             arrived_s=now_s,
         )

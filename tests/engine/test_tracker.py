@@ -1,0 +1,62 @@
+"""Forecasts, ranges and times of requests inside an engine, without one."""
+
+from serving_plugin.core.config import ForecastSettings
+from serving_plugin.core.forecast import LengthRange
+from serving_plugin.engine.tracker import RequestTracker
+
+META = {
+    "request_id": "r1",
+    "decode_id": "decode-0",
+    "forecast": {"edges_tokens": [200, 400], "probabilities": [1.0]},
+    "forecast_source": "model",
+    "length_range": [200, 400],
+    "is_heavy_decode": True,
+}
+
+
+def make_tracker(**settings: object) -> RequestTracker:
+    return RequestTracker(ForecastSettings(**settings))  # type: ignore[arg-type]
+
+
+def test_forecast_of_the_prefill_leg_is_taken_over() -> None:
+    tracked = make_tracker().add("engine-1", "r1", 50, 1000, META, 1.0)
+    assert (tracked.request_id, tracked.forecast_source, tracked.is_remote_prefill) == ("r1", "model", True)
+    assert tracked.length_range == LengthRange(200, 400)
+    assert tracked.is_heavy_decode
+
+
+def test_a_plain_request_gets_the_history_of_this_engine() -> None:
+    tracker = make_tracker(granularity_tokens=100)
+    first = tracker.add("a", "a", 10, 80, {}, 0.0)
+    assert (first.forecast_source, first.length_range) == ("history", LengthRange(0, 81))
+    for number, length in enumerate((250, 260, 20)):
+        tracker.add(f"q{number}", f"q{number}", 10, 1000, {}, 0.0)
+        tracker.finish(f"q{number}", length, completed=True, now_s=1.0)
+    assert tracker.add("b", "b", 10, 1000, {}, 0.0).length_range == LengthRange(200, 300)
+
+
+def test_aborted_requests_leave_no_history() -> None:
+    tracker = make_tracker()
+    tracker.add("a", "a", 10, 1000, {}, 0.0)
+    tracker.finish("a", 900, completed=False, now_s=1.0)
+    assert tracker.add("b", "b", 10, 100, {}, 0.0).length_range == LengthRange(0, 101)
+
+
+def test_outgrown_range_is_followed_by_its_successor() -> None:
+    tracker = make_tracker()
+    tracker.add("e", "r1", 50, 1000, META, 0.0)
+    assert tracker.refresh("e", 399).length_range == LengthRange(200, 400)
+    assert tracker.refresh("e", 400).length_range == LengthRange(400, 600)
+    assert tracker.refresh("e", 405).length_range == LengthRange(400, 600)
+
+
+def test_records_name_what_happened() -> None:
+    tracker = make_tracker()
+    tracker.add("e", "r1", 50, 1000, META, 0.0)
+    tracker.finish("e", 12, completed=True, now_s=2.0)
+    (record,) = tracker.records()
+    assert record["request_id"] == "r1"
+    assert record["num_output_tokens"] == 12
+    assert record["finished_s"] == 2.0
+    assert tracker.get("e") is None
+    assert tracker.finish("e", 12, completed=True, now_s=3.0) is None
