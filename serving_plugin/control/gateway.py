@@ -153,24 +153,22 @@ def _describe(instance: Instance, now_s: float) -> dict[str, Any]:
     }
 
 
-async def start(settings: GatewaySettings) -> web.AppRunner:
-    """Start serving; the caller cleans the runner up.
+async def start_app(gateway: Gateway, port: int) -> web.AppRunner:
+    """Listen on `port` (0: any free one); the caller cleans the runner up.
 
     Raises:
-        ConfigurationError: the port is taken, or a policy is unknown.
+        ConfigurationError: the port is taken.
     """
-    gateway = Gateway(settings)
     # A client that hangs up cancels its handler, which closes the leg, which makes vLLM abort the request.
-    runner = web.AppRunner(
-        gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.shutdown_timeout_s
-    )
+    host, timeout_s = gateway.settings.host, gateway.settings.shutdown_timeout_s
+    runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=timeout_s)
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
+        await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigurationError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); give another port with --port"
+            f"cannot listen on {host}:{port} ({error.strerror}); give another port with --port"
         ) from None
     return runner
 
@@ -181,7 +179,7 @@ async def serve(settings: GatewaySettings) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, stop.set)
-    runner = await start(settings)
+    runner = await start_app(Gateway(settings), settings.port)
     logger.info("gateway on http://%s:%d", settings.host, settings.port)
     try:
         await stop.wait()
