@@ -55,6 +55,10 @@ def test_room_excludes_promised_and_vetoed_blocks():
         (True, [load("a", num_heavy_decodes=1), load("b")], {}, "b"),
         # Light: (4+1)/(1+1) against (1+1)/(0+1+1): the second.
         (False, [load("a", num_heavy_decodes=4), load("b", num_heavy_decodes=1)], {}, "b"),
+        # The request itself tips the scale: 2/1 against 5/3 with it, 1/1 against 4/3 without.
+        (True, [load("a"), load("b", num_heavy_decodes=3, num_light_decodes=2)], {}, "b"),
+        # So does a light one: 3/2 against 5/3 with it, 3/1 against 5/2 without.
+        (False, [load("a", num_heavy_decodes=2), load("b", num_heavy_decodes=4, num_light_decodes=1)], {}, "a"),
         # More light company lowers the ratio.
         (True, [load("a", num_light_decodes=1), load("b", num_light_decodes=2)], {}, "b"),
         # What was promised since the last report counts.
