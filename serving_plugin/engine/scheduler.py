@@ -37,6 +37,8 @@ else:
 class TetriSchedulerMixin(_SchedulerBase):
     """Order, chunk and admission around vLLM's `schedule`; publishes loads; keeps the request tracker."""
 
+    waiting: Any  # vLLM's RequestQueue
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.policy is not SchedulingPolicy.FCFS:

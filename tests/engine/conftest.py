@@ -1,0 +1,149 @@
+"""Real vLLM for the engine tests: gateway + 1 prefill + 1 decode instance and one plain server, over a tiny OPT.
+
+Instances run by the very command line that `tetri instance --print` shows. Everything is float32: in bfloat16 a greedy
+token can flip where two are exactly tied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving_plugin.processes import Child, ChildSpec, free_port, stop_all, wait_until_ready
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+READY_TIMEOUT_S = 480.0
+SETTLE_TIMEOUT_S = 20.0
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Base URLs of what runs, and the served model's name."""
+
+    gateway: str
+    prefill: str
+    decode: str
+    plain: str
+    model: str
+    target: Path
+    logs: Path
+
+    def post(self, base_url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+        """(status, JSON) of a POST; never raises for an error status."""
+        return http_json(f"{base_url}{path}", body, headers)
+
+    def get(self, url: str) -> Any:
+        """JSON behind a GET that must answer 200."""
+        status, answer = http_json(url)
+        assert status == 200, (url, status, answer)
+        return answer
+
+    def ledgers(self) -> dict[str, dict[str, Any]]:
+        """The block ledger of both instances."""
+        return {name: self.get(f"{url}/tetri/ledger") for name, url in (("P", self.prefill), ("D", self.decode))}
+
+    def assert_settled(self) -> None:
+        """Within a bound nothing is in flight and every block is free or cached, on both instances."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while True:
+            ledgers = self.ledgers()
+            if all(ledger["in_flight_requests"] == 0 for ledger in ledgers.values()) or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        for name, ledger in ledgers.items():
+            assert ledger["balanced"], (name, ledger["problems"])
+            assert ledger["in_flight_requests"] == 0, (name, ledger)
+            assert ledger["free"] + ledger["cached"] == ledger["total"], (name, ledger)
+
+
+def http_json(url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    """(status, parsed JSON or text) of one request."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})})
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return response.status, _parsed(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, _parsed(error.read())
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny OPT that is served; its folder bears the name that the tiny predictor was trained for."""
+    from pipeline.target import make_target
+
+    return make_target("tiny-opt", tmp_path_factory.mktemp("targets") / "tiny-target")
+
+
+@pytest.fixture(scope="session")
+def cluster(tiny_target: Path, trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Started once for all engine tests."""
+    logs = tmp_path_factory.mktemp("logs")
+    template = logs / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    ports = {name: free_low_port() for name in ("gateway", "prefill", "decode", "plain")}
+    urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+    vllm_flags = ["--dtype", "float32", "--chat-template", str(template)]
+    cores = sorted(os.sched_getaffinity(0))
+    specs = {
+        "gateway": ChildSpec(
+            "gateway", (str(BIN / "tetri"), "gateway", "--port", str(ports["gateway"])), logs / "gateway.log", {}
+        )
+    }
+    for number, role in enumerate(("prefill", "decode")):
+        command = [str(BIN / "tetri"), "instance", str(tiny_target), "--role", role, "--gateway", urls["gateway"]]
+        command += ["--port", str(ports[role]), "--predictor", "models:/length-predictor@champion", "--print"]
+        command += ["--tracking-uri", trained.tracking_uri, "--core", str(cores[number % len(cores)]), *vllm_flags]
+        line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+        assert line.startswith("VLLM_PLUGINS=tetri ") and " vllm serve " in line
+        environment = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+        specs[role] = ChildSpec(
+            role, ("bash", "-c", line), logs / f"{role}.log", environment, (cores[number % len(cores)],)
+        )
+    plain = [str(BIN / "vllm"), "serve", str(tiny_target), "--port", str(ports["plain"]), "--host", "127.0.0.1"]
+    plain += ["--enforce-eager", "--block-size", "32", "--no-enable-prefix-caching", "--max-num-seqs", "64"]
+    plain += ["--max-model-len", "2048", *vllm_flags]
+    environment = {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[-1])
+    specs["plain"] = ChildSpec("plain", tuple(plain), logs / "plain.log", environment, (cores[-1],))
+    children: dict[str, Child] = {}
+    try:
+        for name, spec in specs.items():
+            children[f"{urls[name]}/health"] = Child(spec)
+        wait_until_ready(children, READY_TIMEOUT_S)
+        yield Cluster(**urls, model=str(tiny_target), target=tiny_target, logs=logs)
+    finally:
+        stop_all(list(children.values()))
+
+
+def free_low_port() -> int:
+    """A free port that leaves room for the side channel's offset above it."""
+    while (port := free_port()) > 50_000:
+        pass
+    return port
+
+
+@pytest.fixture(autouse=True)
+def ledger_is_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test that used the cluster: all blocks are accounted for, on both instances."""
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").assert_settled()
