@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cluster  # type: ignore[import-not-found]
+from real_cluster import Cluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-WORDS = "river bridge clock kitchen planet letter ladder garden window market".split()
+WORDS = ["river", "bridge", "clock", "kitchen", "planet", "letter", "ladder", "garden", "window", "market"]
 NUM_REQUESTS = 32
 
 
