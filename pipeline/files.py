@@ -1,0 +1,92 @@
+"""What every stage needs around its work: atomic files, JSON lines, one-line errors, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serving_plugin.core.errors import ConfigurationError, TetriError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SPLITS = ("train", "validation", "calibration", "test")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole file or none of it (temporary file in the same folder, then rename)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON with a newline at the end, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One object a line, atomically; `rows` may be a stream."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def read_json_lines(path: Path, made_by: str) -> Iterator[dict[str, Any]]:
+    """Rows of a stage's output.
+
+    Raises:
+        ConfigurationError: the file is missing; names the stage that makes it.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is missing: run `dvc repro {made_by}` first")
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+@contextmanager
+def dataset_of(rows: Callable[[], Iterator[dict[str, Any]]], types: Mapping[str, str]) -> Iterator[Dataset]:
+    """The rows as a `datasets.Dataset` on disk, gone with the block: memory stays flat and no stale cache can answer.
+
+    Args:
+        rows: called once, in this process.
+        types: column -> Arrow type name ("string", "int64", "bool").
+    """
+    from datasets import Dataset, Features, Value, disable_progress_bars
+
+    disable_progress_bars()
+    features = Features({name: Value(kind) for name, kind in types.items()})
+    with tempfile.TemporaryDirectory(prefix="tetri-dataset-") as scratch:
+        yield Dataset.from_generator(rows, features=features, cache_dir=scratch, fingerprint=uuid.uuid4().hex)
+
+
+def progress(message: str) -> None:
+    """One line of progress, shown at once also when DVC or make captures the output."""
+    print(message, flush=True)
+
+
+def run_stage(main: Callable[[], None]) -> None:
+    """Run a stage's entry point; a TetriError becomes one line and exit code 2, without a traceback."""
+    try:
+        main()
+    except TetriError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
