@@ -53,17 +53,18 @@ class Dispatcher:
         With `forecast.range` argmax the forecast in force is the paper's: one bucket of `granularity_tokens`.
         """
         settings = self._forecast
+        is_argmax = settings.range == "argmax"
         if forecast is None:
             base, source = (
                 history_forecast(self._history_tokens, max_tokens + 1, settings.granularity_tokens),
                 "history",
             )
         else:
-            base, source = forecast, "model"
-        if settings.range == "argmax":
-            base = LengthForecast.one_hot(base.regrouped(settings.granularity_tokens).argmax_bucket())
-        is_heavy = base.is_heavy(settings.heavy_decode_over_tokens)
+            base, source = forecast.regrouped(settings.granularity_tokens) if is_argmax else forecast, "model"
+        if is_argmax:
+            base = LengthForecast.one_hot(base.argmax_bucket())
         clipped = base.clipped(max_tokens)
+        is_heavy = clipped.is_heavy(settings.heavy_decode_over_tokens)
         return clipped, source, clipped.range(settings.coverage), is_heavy
 
     def choose(self, request: RequestInfo) -> tuple[str, str] | None:

@@ -200,10 +200,11 @@ class TetriSchedulerMixin(_SchedulerBase):
         return admitted
 
     def _num_cached_blocks(self, request: Request) -> int:
+        """Blocks of its prompt that a live request already holds; blocks only cached count as free in vLLM's pool."""
         if not self.cache_config.enable_prefix_caching:
             return 0
-        _, num_cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
-        return int(num_cached_tokens) // self.block_size
+        cached, *_ = self._get_local_prefix_cache_hit(request)
+        return sum(block.ref_cnt > 0 for block in cached.blocks[0])
 
     def _pool(self) -> DecodePool:
         block_pool = self.kv_cache_manager.block_pool

@@ -96,7 +96,7 @@ class RequestTracker:
         tracked = self._live[engine_id]
         tracked.num_output_tokens = num_output_tokens
         tracked.length_range = refresh_range(
-            tracked.forecast, tracked.length_range, num_output_tokens, self._settings.coverage
+            tracked.forecast, tracked.length_range, num_output_tokens, self._settings.coverage, tracked.max_tokens
         )
         return tracked
 
