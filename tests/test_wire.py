@@ -16,6 +16,7 @@ from serving_plugin.wire import (
     Hello,
     LoadBroadcast,
     LoadReport,
+    TransferReport,
     Welcome,
     WireError,
     decode,
@@ -47,7 +48,14 @@ _MESSAGES = st.one_of(
         predictor=st.none() | _TEXT,
     ),
     st.builds(LoadReport, _LOADS, _TIME),
-    st.builds(LoadBroadcast, st.lists(_LOADS, max_size=3).map(tuple), st.dictionaries(_TEXT, _TEXT, max_size=3), _TIME),
+    st.builds(TransferReport, _TEXT, _TIME, _TIME, _COUNT),
+    st.builds(
+        LoadBroadcast,
+        st.lists(_LOADS, max_size=3).map(tuple),
+        st.dictionaries(_TEXT, _TEXT, max_size=3),
+        _TIME,
+        st.lists(_COUNT, max_size=3).map(tuple),
+    ),
     st.builds(Welcome, _TEXT),
 )
 HELLO = Hello(WIRE_VERSION, "p0", "a", "http://127.0.0.1:8100", "m", "fp", Role.PREFILL, 0, None)

@@ -101,7 +101,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway.")] = 8000,
     instance_port: Annotated[
-        int | None, typer.Option(min=1, max=55535, help="First port of the instances; default --port + 100.")
+        int | None, typer.Option(min=1, max=65535, help="First port of the instances; default --port + 100.")
     ] = None,
     served_model_name: ServedName = None,
     tensor_parallel_size: TensorParallel = 1,
@@ -135,12 +135,12 @@ def serve(
 
         tetri serve MODEL --predictor none --port 9000 -- --dtype float32 --max-model-len 1024
     """
-    from serving_plugin.control import preflight
+    from serving_plugin.control import checks
     from serving_plugin.control.launcher import ClusterPlan, InstancePlan, base_url, roles
     from serving_plugin.control.settings import GatewaySettings
 
-    is_local = preflight.check_model(model)
-    device = preflight.detect_device()
+    is_local = checks.check_model(model)
+    device = checks.detect_device()
     first_port = instance_port or port + 100
     wanted = roles(prefill, decode)
     pins = _pins(device, len(wanted), tensor_parallel_size)
@@ -166,7 +166,7 @@ def serve(
             served_model_name=served_model_name,
             tensor_parallel_size=tensor_parallel_size,
             kv_cache_gib=kv_cache_gib,
-            max_model_len=preflight.max_model_len(model, 2048),
+            max_model_len=checks.max_model_len(model, 2048),
             core=pins[i][0],
             devices=pins[i][1],
             is_local_model=is_local,
@@ -177,8 +177,8 @@ def serve(
     )
     settings = GatewaySettings(host=host, port=port, max_open_requests=max_open_requests)
     plan = ClusterPlan(settings, plans, log_dir, ready_timeout_s)
-    preflight.check_cluster(plan)
-    _check_predictor(prediction, served_model_name or model)
+    checks.check_cluster(plan)
+    _check_predictor(prediction, model)
     raise typer.Exit(_run(plan))
 
 
@@ -190,7 +190,7 @@ def instance(
         list[str] | None, typer.Option("--gateway", help="Gateway to dial; may be given more than once.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=55535, help="Port of the instance.")] = 8100,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the instance.")] = 8100,
     url: Annotated[
         str | None, typer.Option(help="URL under which gateways reach the instance; default from --host and --port.")
     ] = None,
@@ -224,7 +224,7 @@ def instance(
 
         tetri instance MODEL --role decode --gateway http://10.0.0.1:8000 --host 0.0.0.0 --url http://10.0.0.2:8101 --port 8101 --dtype float32
     """  # noqa: E501
-    from serving_plugin.control import preflight
+    from serving_plugin.control import checks
     from serving_plugin.control.launcher import InstancePlan, base_url, build_instance_command
 
     prediction = _prediction(predictor, tracking_uri, prediction_mode, cutting_limit_tokens, allow_other_target)
@@ -240,19 +240,19 @@ def instance(
         forecast=ForecastSettings(forecast_range, coverage),
         prediction=prediction if role is Role.PREFILL else PredictionSettings(),
     )
-    preflight.check_policies(settings)
+    checks.check_policies(settings)
     plan = InstancePlan(
         model=model,
         settings=settings,
-        device=preflight.detect_device(),
+        device=checks.detect_device(),
         host=host,
         port=port,
         served_model_name=served_model_name,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_gib=kv_cache_gib,
-        max_model_len=preflight.max_model_len(model, 2048),
+        max_model_len=checks.max_model_len(model, 2048),
         core=core,
-        is_local_model=preflight.check_model(model),
+        is_local_model=checks.check_model(model),
         plugins=_other_plugins(),
         vllm_flags=tuple(context.args),
     )
@@ -260,7 +260,7 @@ def instance(
     if print_only:
         typer.echo(shell_line(environment, argv))
         return
-    preflight.check_instance(plan)
+    checks.check_instance(plan)
     _become(plan, environment, argv)
 
 
@@ -317,7 +317,7 @@ def _prediction(
     )
 
 
-def _check_predictor(prediction: PredictionSettings, served: str) -> None:
+def _check_predictor(prediction: PredictionSettings, model: str) -> None:
     """The predictor can be found and is one of the served model's, before any instance starts."""
     from serving_plugin.predictor.registry import resolve_model_in_child
     from serving_plugin.predictor.target import same_target
@@ -328,20 +328,20 @@ def _check_predictor(prediction: PredictionSettings, served: str) -> None:
         resolved = resolve_model_in_child(prediction.model, prediction.tracking_uri)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; or serve without one: --predictor {NO_PREDICTOR}") from None
-    if not prediction.allow_other_target and not same_target(resolved.target_model, served):
+    if not prediction.allow_other_target and not same_target(resolved.target_model, model):
         raise ConfigurationError(
-            f"predictor {prediction.model} was trained for {resolved.target_model!r}, not {served!r}: "
+            f"predictor {prediction.model} was trained for {resolved.target_model!r}, not {model!r}: "
             f"give another with --predictor, or --allow-other-target"
         )
 
 
 def _pins(device: Device, num_instances: int, group_size: int) -> list[tuple[int | None, tuple[str, ...]]]:
     """Core and GPUs of each instance: a core apiece (round robin) on CPU, a group of devices on GPUs."""
-    from serving_plugin.control import preflight
+    from serving_plugin.control import checks
     from serving_plugin.control.launcher import Device as Kind
 
     if device is Kind.CUDA:
-        groups = preflight.device_groups(num_instances, group_size, preflight.visible_gpus())
+        groups = checks.device_groups(num_instances, group_size, checks.visible_gpus())
         return [(None, group) for group in groups]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [(cores[i % len(cores)] if cores else None, ()) for i in range(num_instances)]

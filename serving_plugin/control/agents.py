@@ -9,8 +9,20 @@ import time
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from serving_plugin.control.metrics import GatewayMetrics
 from serving_plugin.control.monitor import Monitor
-from serving_plugin.wire import MAX_MESSAGE_BYTES, Hello, LoadReport, Message, Welcome, WireError, decode, encode
+from serving_plugin.control.request_table import RequestTable
+from serving_plugin.wire import (
+    MAX_MESSAGE_BYTES,
+    Hello,
+    LoadReport,
+    Message,
+    TransferReport,
+    Welcome,
+    WireError,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +35,17 @@ _MAX_REASON_BYTES = 120  # a close frame holds 125 bytes, two of them the code
 class AgentDoor:
     """Serves `AGENT_PATH`. Each connection has its own sender, so that one slow agent delays no other."""
 
-    def __init__(self, monitor: Monitor, gateway_id: str, broadcast_interval_s: float) -> None:
+    def __init__(
+        self,
+        monitor: Monitor,
+        table: RequestTable,
+        metrics: GatewayMetrics,
+        gateway_id: str,
+        broadcast_interval_s: float,
+    ) -> None:
         self._monitor = monitor
+        self._table = table
+        self._metrics = metrics
         self._gateway_id = gateway_id
         self._interval_s = broadcast_interval_s
         self._sockets: set[web.WebSocketResponse] = set()
@@ -67,12 +88,20 @@ class AgentDoor:
         sender = asyncio.create_task(self._send_broadcasts(socket))
         try:
             while (message := await _receive(socket)) is not None:
-                if not isinstance(message, LoadReport):
-                    raise WireError(f"{type(message).__name__} after hello, needs LoadReport")
-                self._monitor.report(message, socket, time.monotonic())
+                self._take(message, socket)
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
+
+    def _take(self, message: Message, socket: web.WebSocketResponse) -> None:
+        if isinstance(message, LoadReport):
+            self._monitor.report(message, socket, time.monotonic())
+        elif isinstance(message, TransferReport):
+            # Every gateway hears of every transfer: only the one that served the request counts it.
+            if self._table.set_transfer(message.request_id, message.transfer_start_s, message.transfer_end_s):
+                self._metrics.count_transfer(message.num_remote_tokens)
+        else:
+            raise WireError(f"{type(message).__name__} after hello, needs LoadReport or TransferReport")
 
     async def _send_broadcasts(self, socket: web.WebSocketResponse) -> None:
         try:
@@ -87,7 +116,8 @@ class AgentDoor:
         """The broadcast of this interval, encoded once for all agents."""
         now_s = time.monotonic()
         if now_s - self._text_made_s > self._interval_s / 2:
-            self._text, self._text_made_s = encode(self._monitor.broadcast(time.time())), now_s
+            broadcast = self._monitor.broadcast(time.time(), self._table.recent_lengths_tokens)
+            self._text, self._text_made_s = encode(broadcast), now_s
         return self._text
 
 

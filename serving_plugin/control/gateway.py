@@ -43,23 +43,18 @@ class Gateway:
     """One gateway's parts and its read-only endpoints. Make and close it inside a running event loop."""
 
     def __init__(self, settings: GatewaySettings) -> None:
+        place, bypass = resolve_policy("place", settings.place), resolve_policy("bypass", settings.bypass)
         self.settings = settings
         self.monitor = Monitor()
         self.table = RequestTable(settings.history_size)
         self.metrics = GatewayMetrics(self.monitor)
         self.client = LegClient(settings.connect_timeout_s, settings.request_timeout_s, self.metrics.count_retry)
-        self.agents = AgentDoor(self.monitor, settings.gateway_id, settings.broadcast_interval_s)
+        self.agents = AgentDoor(
+            self.monitor, self.table, self.metrics, settings.gateway_id, settings.broadcast_interval_s
+        )
         self._started_s = time.time()
         self._cards: dict[str, dict[str, Any]] = {}
-        self._handler = RequestHandler(
-            settings,
-            self.monitor,
-            self.table,
-            self.metrics,
-            self.client,
-            place=resolve_policy("place", settings.place),
-            bypass=resolve_policy("bypass", settings.bypass),
-        )
+        self._handler = RequestHandler(settings, self.monitor, self.table, self.metrics, self.client, place, bypass)
 
     def app(self) -> web.Application:
         """The aiohttp application with all routes."""

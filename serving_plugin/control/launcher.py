@@ -30,6 +30,7 @@ SCHEDULER_FACTORY = "serving_plugin.engine.scheduler.make_scheduler"
 CONNECTOR = "TetriConnector"
 CONNECTOR_MODULE = "serving_plugin.engine.connector"
 SIDE_CHANNEL_PORT_OFFSET = 10_000
+MAX_PORT = 65_535
 STOP_GRACE_S = 20.0
 _WATCH_INTERVAL_S = 0.3
 
@@ -67,10 +68,15 @@ class InstancePlan:
     plugins: tuple[str, ...] = ()
     vllm_flags: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not 0 < self.port <= MAX_PORT:
+            raise ConfigurationError(f"port {self.port} of {self.settings.instance_id} is outside 1-{MAX_PORT}")
+
     @property
     def side_channel_port(self) -> int:
         """Where NIXL's handshakes are answered; another one per instance."""
-        return self.port + SIDE_CHANNEL_PORT_OFFSET
+        above = self.port + SIDE_CHANNEL_PORT_OFFSET
+        return above if above <= MAX_PORT else self.port - SIDE_CHANNEL_PORT_OFFSET
 
 
 def build_instance_command(plan: InstancePlan) -> tuple[dict[str, str], list[str]]:

@@ -57,6 +57,9 @@ class GatewayMetrics:
         self._retries = Counter(
             "tetri_leg_retries", "Legs sent again after a failed connection", ["leg"], registry=registry
         )
+        self._transfers = Counter(
+            "tetri_kv_transfers", "KV transfers that decode instances reported", ["result"], registry=registry
+        )
         self.open_requests = Gauge("tetri_open_requests", "Requests being served now", registry=registry)
 
     def count_leg(self, leg: str, instance: str) -> None:
@@ -66,6 +69,10 @@ class GatewayMetrics:
     def count_retry(self, leg: str) -> None:
         """A leg was sent again."""
         self._retries.labels(leg).inc()
+
+    def count_transfer(self, num_remote_tokens: int) -> None:
+        """A decode instance pulled KV cache, or failed to and computed it again (then prefill was for nothing)."""
+        self._transfers.labels("pulled" if num_remote_tokens else "recomputed").inc()
 
     def observe(self, record: RequestRecord) -> None:
         """A request ended."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.types import Outcome, RequestRecord
+
+_NUM_RECENT_LENGTHS = 256
+_NUM_LATE = 512  # finished requests among which a late transfer report looks for its own
 
 
 class Phase(StrEnum):
@@ -33,6 +36,8 @@ class Row:
     prefill_end_s: float | None = None
     forecast_ready_s: float | None = None
     dispatch_s: float | None = None
+    transfer_start_s: float | None = None
+    transfer_end_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     prefill_instance: str | None = None
@@ -43,11 +48,15 @@ class Row:
 
 
 class RequestTable:
-    """Open rows by id and the last `history_size` records, oldest first."""
+    """Open rows by id and the last `history_size` records, oldest first.
+
+    `recent_lengths_tokens`: output lengths of the last requests that ended well, for history forecasts.
+    """
 
     def __init__(self, history_size: int) -> None:
         self._open: dict[str, Row] = {}
         self._history: deque[RequestRecord] = deque(maxlen=history_size)
+        self.recent_lengths_tokens: deque[int] = deque(maxlen=_NUM_RECENT_LENGTHS)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -73,6 +82,8 @@ class RequestTable:
             prefill_end_s=row.prefill_end_s,
             forecast_ready_s=row.forecast_ready_s,
             dispatch_s=row.dispatch_s,
+            transfer_start_s=row.transfer_start_s,
+            transfer_end_s=row.transfer_end_s,
             first_token_s=row.first_token_s,
             last_token_s=row.last_token_s,
             prefill_instance=row.prefill_instance,
@@ -82,7 +93,22 @@ class RequestTable:
             error=row.error,
         )
         self._history.append(record)
+        if outcome is Outcome.OK and record.num_output_tokens > 0:
+            self.recent_lengths_tokens.append(record.num_output_tokens)
         return record
+
+    def set_transfer(self, request_id: str, start_s: float, end_s: float) -> bool:
+        """Note when a request's KV cache was pulled; a short request may have ended already. False: unknown id."""
+        row = self._open.get(request_id)
+        if row is not None:
+            row.transfer_start_s, row.transfer_end_s = start_s, end_s
+            return True
+        last = len(self._history)
+        for i in range(last - 1, max(-1, last - 1 - _NUM_LATE), -1):
+            if self._history[i].id == request_id:
+                self._history[i] = replace(self._history[i], transfer_start_s=start_s, transfer_end_s=end_s)
+                return True
+        return False
 
     def records(self, limit: int) -> list[RequestRecord]:
         """The last `limit` finished requests, newest last."""

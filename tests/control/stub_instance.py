@@ -14,7 +14,16 @@ import aiohttp
 from aiohttp import web
 
 from serving_plugin.core.types import InstanceLoad, InstanceState, Role
-from serving_plugin.wire import AGENT_PATH, LEG_HEADER, WIRE_VERSION, Hello, LoadReport, decode, encode
+from serving_plugin.wire import (
+    AGENT_PATH,
+    LEG_HEADER,
+    WIRE_VERSION,
+    Hello,
+    LoadReport,
+    TransferReport,
+    decode,
+    encode,
+)
 
 REPORT_INTERVAL_S = 0.02
 
@@ -73,6 +82,7 @@ class StubInstance:
     tokens: tuple[str, ...] = ("a", "b", "c")
     legs: list[Leg] = field(default_factory=list)
     broadcasts: list = field(default_factory=list)
+    transfers: list[TransferReport] = field(default_factory=list)
     close_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -129,6 +139,8 @@ class StubInstance:
             while True:
                 self.load = dataclasses.replace(self.load, sequence=self.load.sequence + 1)
                 await socket.send_str(encode(LoadReport(self.load, time.time())))
+                while self.transfers:
+                    await socket.send_str(encode(self.transfers.pop()))
                 await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ from stub_instance import make_load, sse
 
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.types import InstanceState, Outcome, Role
+from serving_plugin.wire import TransferReport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -383,6 +384,16 @@ async def test_agents_get_broadcasts_of_everyone(cluster):
     await cluster.until(lambda: p0.broadcasts and len(getattr(p0.broadcasts[-1], "loads", ())) == 2)
     assert p0.broadcasts[0].gateway_id == "gateway"
     assert p0.broadcasts[-1].urls == {"p0": p0.url, "d0": d0.url}
+
+
+async def test_broadcasts_tell_recent_lengths_and_transfers_are_recorded(cluster):
+    d0 = cluster.instances["d0"]
+    await cluster.complete(headers={"X-Request-Id": "r"})
+    await cluster.until(lambda: getattr(d0.broadcasts[-1], "recent_lengths_tokens", None) == (3,))
+    d0.transfers += [TransferReport("r", 1.0, 2.0, 7), TransferReport("somebody else's", 1.0, 2.0, 0)]
+    await cluster.until(lambda: cluster.record().transfer_end_s == 2.0)
+    text = await (await cluster.http.get("/metrics")).text()
+    assert 'tetri_kv_transfers_total{result="pulled"} 1.0' in text and "recomputed" not in text
 
 
 async def test_an_instance_with_another_kv_layout_is_refused(cluster):

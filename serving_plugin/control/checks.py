@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from serving_plugin import preflight
 from serving_plugin.control.launcher import ClusterPlan, Device, InstancePlan
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
@@ -37,8 +37,7 @@ def check_cluster(plan: ClusterPlan) -> None:
         require_free_port(instance.port, "--instance-port", instance.host)
         require_free_port(instance.side_channel_port, "--instance-port")
     if plan.instances[0].device is Device.CPU:
-        check_cpu(platform.machine(), _cpu_flags())
-        check_memory(plan.instances, available_bytes())
+        check_cpu_host(plan.instances)
 
 
 def check_instance(plan: InstancePlan) -> None:
@@ -46,8 +45,7 @@ def check_instance(plan: InstancePlan) -> None:
     require_free_port(plan.port, "--port", plan.host)
     require_free_port(plan.side_channel_port, "--port")
     if plan.device is Device.CPU:
-        check_cpu(platform.machine(), _cpu_flags())
-        check_memory([plan], available_bytes())
+        check_cpu_host([plan])
 
 
 def check_policies(settings: InstanceSettings) -> None:
@@ -83,12 +81,14 @@ def max_model_len(model: str, limit: int) -> int:
     return min(limit, length) if isinstance(length, int) and length > 0 else limit
 
 
-def check_cpu(machine: str, flags: frozenset[str]) -> None:
-    """vLLM's CPU kernels need AVX2 on x86 (AVX-512 is faster); other machines have builds of their own."""
-    if machine in ("x86_64", "AMD64") and not flags & {"avx2", "avx512f"}:
-        raise ConfigurationError(
-            "this CPU has neither AVX2 nor AVX-512, which vLLM needs: use another machine or a GPU"
-        )
+def check_cpu_host(instances: Sequence[InstancePlan]) -> None:
+    """vLLM's CPU build can run here, and there is memory for the instances."""
+    problem = preflight.cpu_problem()
+    if problem is not None:
+        raise ConfigurationError(problem)
+    available = preflight.available_memory_bytes()
+    if available is not None:
+        check_memory(instances, available)
 
 
 def check_memory(instances: Iterable[InstancePlan], available: int) -> None:
@@ -110,19 +110,6 @@ def instance_bytes(plan: InstancePlan) -> int:
     weights = sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
     predictor = PREDICTOR_BYTES if plan.settings.role is Role.PREFILL and plan.settings.prediction.model else 0
     return INSTANCE_BASE_BYTES + weights + plan.kv_cache_gib * GIB + predictor
-
-
-def available_bytes() -> int:
-    """Memory that can be had now: the kernel's estimate, or what is left of the control group's limit."""
-    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        found = [int(fields["MemAvailable"].split()[0]) * 1024]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        found.append(int(text) - int(used.read_text()))
-    return min(found)
 
 
 def detect_device() -> Device:
@@ -168,13 +155,3 @@ def _is_installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _cpu_flags() -> frozenset[str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return frozenset({"avx2"})  # no way to know; vLLM says so itself if it cannot run
-    for line in cpuinfo.read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
