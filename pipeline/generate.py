@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.files import SPLITS, progress, read_json_lines, run_stage, write_json, write_json_lines
+from pipeline.files import progress, read_json_lines, run_stage, write_json, write_json_lines
 from pipeline.params import GenerateParams, Params, TargetParams, load_params
 from pipeline.prepare import PREPARED_FOLDER
 from serving_plugin.core.errors import ConfigurationError
@@ -61,14 +61,14 @@ class Target(Protocol):
         ...
 
 
-def choose_prompts(folder: Path, num_prompts: int | None, seed: int) -> list[Prompt]:
-    """`num_prompts` of the prepared prompts (all if None), the same ones for the same seed, splits in proportion.
+def choose_prompts(folder: Path, splits: Sequence[str], num_prompts: int | None, seed: int) -> list[Prompt]:
+    """`num_prompts` prepared prompts (all if None) of `splits` in proportion, the same ones for the same seed.
 
     Ordered by a hash of the id: asking for more later keeps the ones already answered at the front.
     """
     prompts = [
         Prompt(row["id"], row["root_id"], split, row["prompt"])
-        for split in SPLITS
+        for split in splits
         for row in read_json_lines(folder / f"{split}.jsonl", "prepare")
     ]
     prompts.sort(key=lambda prompt: hashlib.sha256(f"{seed}\x00{prompt.id}".encode()).digest())
@@ -154,6 +154,9 @@ def engine_environment(location: str, params: GenerateParams, *, on_gpu: bool) -
         environment["HF_HUB_OFFLINE"] = "1"
     if not on_gpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(params.kv_cache_gib)
+        if params.tensor_parallel_size == 1:
+            # One process on all cores: the engine's own processes would take a core to wait for each other.
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return environment
 
 
@@ -306,7 +309,7 @@ def run(params: Params, prepared: Path = PREPARED_FOLDER, folder: Path = GENERAT
     prompts: list[Prompt] = []
     if params.generate.num_prompts != 0:
         _check_target(params.target)
-        prompts = choose_prompts(prepared, params.generate.num_prompts, params.seed)
+        prompts = choose_prompts(prepared, params.generate.splits, params.generate.num_prompts, params.seed)
     settings = fingerprint(params.target, params.generate, params.seed)
     report = generate(prompts, settings, params.generate, folder, None)
     progress(f"generate: {report['num_prompts']} prompts, finished by {report['finish_reasons'] or 'none asked'}")

@@ -1,7 +1,8 @@
 """Stage label: prompts with the length of their reply and its bucket `[0, G), [G, 2G), ...` (TetriInfer 3.3.2).
 
 Reads `target.*`, `label.*`, data/prepared and data/generated; writes
-data/labelled/{train,validation,calibration,test}.jsonl and report.json. Where the lengths come from (`label.source`):
+data/labelled/{train,validation,calibration,test}.jsonl, report.json and
+target_replies.jsonl (the target's own replies, whatever the splits are labelled with). Where the lengths come from (`label.source`):
 
   generated   the target's own replies, counted by the engine: what will be served
   recorded    the data set's replies, counted by the target's tokenizer: thousands of pairs, but of another model
@@ -27,6 +28,7 @@ from pipeline.target import load_tokenizer
 from serving_plugin.core.errors import ConfigurationError
 
 LABELLED_FOLDER = Path("data/labelled")
+TARGET_REPLIES_FILE = "target_replies.jsonl"
 _COLUMNS = ("id", "root_id", "source", "prompt", "num_prompt_tokens", "output_tokens", "censored", "bucket")
 _TYPES = {"id": "string", "root_id": "string", "prompt": "string", "split": "string"}
 
@@ -170,11 +172,22 @@ def run(
             f"generate.num_prompts, prepare.max_prompts or generate.max_model_len"
         )
     report = {"source": settings.source, "granularity_tokens": settings.granularity_tokens, **result}
+    write_json_lines(folder / TARGET_REPLIES_FILE, _target_replies(generated, settings))
     write_json(folder / "report.json", report)
     for name, split in result["splits"].items():
         counts = f"{split['num_rows']} rows, {split['num_censored']} censored"
         progress(f"label: {name} {counts}, by bucket {split['rows_per_bucket']}")
     return report
+
+
+def _target_replies(generated: Path, params: LabelParams) -> Iterator[dict[str, Any]]:
+    """Every reply of the target as a labelled row, whatever the training labels are: what serving will really see."""
+    for row in _generated_rows(generated):
+        if row["output_tokens"] > 0:
+            columns = generated_lengths({key: [value] for key, value in row.items()}, params.max_length_tokens)
+            plain = {key: values[0] for key, values in columns.items()} | {"source": "generated"}
+            bucket = bucket_of(plain["output_tokens"], params.granularity_tokens, params.max_length_tokens)
+            yield {key: (row | plain | {"bucket": bucket})[key] for key in _COLUMNS}
 
 
 def _recorded_rows(prepared: Path) -> Iterator[dict[str, Any]]:

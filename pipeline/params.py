@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from pipeline.files import run_stage, write_text
+from pipeline.files import SPLITS, run_stage, write_text
 from serving_plugin.core.errors import ConfigurationError
 
 PARAMS_FILE = Path("params.yaml")
@@ -100,8 +100,9 @@ class PrepareParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
-    """Replies of the target by vLLM. `num_prompts` 0: none are made; null: one for every prompt."""
+    """Replies of the target by vLLM to prompts of `splits`. `num_prompts` 0: none; null: one for each."""
 
+    splits: tuple[str, ...]
     num_prompts: Annotated[int | None, Within(0)]
     temperature: Annotated[float, Within(0, 2)]
     top_p: Annotated[float, Within(0.01, 1)]
@@ -323,11 +324,11 @@ def _value(hint: Any, value: Any, where: str, key: str) -> Any:
         return None
     kind = kinds[0]
     if typing.get_origin(kind) is tuple:
-        if isinstance(value, list | tuple) and value and all(type(item) is int and item > 0 for item in value):
+        item_kind = typing.get_args(kind)[0]
+        if isinstance(value, list | tuple) and value and all(type(item) is item_kind for item in value):
             return tuple(value)
-        raise ConfigurationError(
-            f"{where}: {key} is {value!r}, expected a list of whole numbers above 0, e.g. [100, 200]"
-        )
+        example = "[100, 200]" if item_kind is int else "[train, test]"
+        raise ConfigurationError(f"{where}: {key} is {value!r}, expected a list such as {example}")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is kind:
@@ -341,9 +342,22 @@ def _value(hint: Any, value: Any, where: str, key: str) -> Any:
 
 def _check_together(params: Params, where: str) -> None:
     """Rules that bind two keys."""
-    generate, label, train, prepare = params.generate, params.label, params.train, params.prepare
+    generate, label, train = params.generate, params.label, params.train
+    prepare, evaluate = params.prepare, params.evaluate
     total = sum(prepare.shares.as_dict().values())
+    widths = evaluate.granularities_tokens
+    unknown = [name for name in generate.splits if name not in SPLITS]
     rules = [
+        (not unknown, f"generate.splits names {', '.join(unknown)}: known are {', '.join(SPLITS)}"),
+        (
+            label.source != "generated" or set(generate.splits) == set(SPLITS),
+            f"label.source is 'generated' but generate.splits lacks some of {', '.join(SPLITS)}: name them all",
+        ),
+        (
+            all(width > 0 and width % train.fine_granularity_tokens == 0 for width in widths),
+            f"evaluate.granularities_tokens {list(widths)} must be multiples of train.fine_granularity_tokens "
+            f"{train.fine_granularity_tokens}",
+        ),
         (abs(total - 1.0) < 1e-6, f"prepare.shares sum to {total:g}, must sum to 1"),
         (
             prepare.min_prompt_chars <= prepare.max_prompt_chars,

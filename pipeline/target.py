@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.files import run_stage
+from pipeline.files import run_stage, write_json
 from serving_plugin.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -231,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         params = load_params()
         if params.target.name not in MADE_TARGETS:
+            folder = Path("models/targets") / params.target.name
+            write_json(folder / _STAMP, {"format": _FORMAT, "name": params.target.name, "path": params.target.location})
             print(f"target {params.target.name}: loaded from {params.target.location}, nothing to make")
             return
         texts: Iterable[str] = DEFAULT_TEXTS
