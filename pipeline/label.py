@@ -1,8 +1,8 @@
 """Stage label: prompts with the length of their reply and its bucket `[0, G), [G, 2G), ...` (TetriInfer 3.3.2).
 
 Reads `target.*`, `label.*`, data/prepared and data/generated; writes
-data/labelled/{train,validation,calibration,test}.jsonl, report.json and
-target_replies.jsonl (the target's own replies, whatever the splits are labelled with). Where the lengths come from (`label.source`):
+data/labelled/{train,validation,calibration,test}.jsonl, report.json and target_replies.jsonl (the target's own replies,
+whatever the splits are labelled with). Where the lengths come from (`label.source`):
 
   generated   the target's own replies, counted by the engine: what will be served
   recorded    the data set's replies, counted by the target's tokenizer: thousands of pairs, but of another model
