@@ -150,7 +150,7 @@ async def measure_urls(
         return records
     await asyncio.sleep(_GATEWAY_SETTLE_S)
     rows = await fetch_gateway_rows(options.base_urls[0], 2 * len(records))
-    return merge_gateway_rows(records, rows) if rows else records
+    return records if rows is None else merge_gateway_rows(records, rows)
 
 
 async def _warm_up(requests: Sequence[BenchRequest], options: LoadOptions, num_per_server: int) -> None:

@@ -318,10 +318,17 @@ async def fetch_model_name(base_url: str) -> str:
         raise ConfigurationError(f"{base_url}/v1/models names no model; give --served-model-name") from None
 
 
-async def fetch_gateway_rows(base_url: str, limit: int) -> list[dict[str, Any]]:
-    """The gateway's own records of its last `limit` requests; empty when the server is not a gateway."""
-    listing = await _get_json(f"{base_url.rstrip('/')}/tetri/requests?limit={limit}")
-    return list(listing["requests"]) if isinstance(listing, dict) and "requests" in listing else []
+async def fetch_gateway_rows(base_url: str, limit: int) -> list[dict[str, Any]] | None:
+    """The gateway's own records of its last `limit` requests; None from a server that is no gateway.
+
+    Empty when it no longer answers: what was measured until then must not be lost with it.
+    """
+    try:
+        listing = await _get_json(f"{base_url.rstrip('/')}/tetri/requests?limit={limit}")
+    except ConfigurationError as error:
+        logger.warning("no records of the gateway: %s", error)
+        return []
+    return list(listing["requests"]) if isinstance(listing, dict) and "requests" in listing else None
 
 
 def merge_gateway_rows(records: Sequence[RequestRecord], rows: Sequence[Mapping[str, Any]]) -> list[RequestRecord]:

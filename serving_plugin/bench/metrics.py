@@ -159,7 +159,7 @@ def union_length_s(intervals: Iterable[Interval]) -> float:
     """Length of the union of `intervals`; empty and reversed ones count nothing."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
-        if stop > end:
+        if stop > max(start, end):
             total += stop - max(start, end)
             end = stop
     return total

@@ -106,6 +106,14 @@ class ServerTarget:
     label: str = "server"
 
 
+def resolved(target: ServerTarget) -> ServerTarget:
+    """`target` with its model's name. Raises `ConfigurationError` for a bad URL or a server that does not answer."""
+    LoadOptions(target.base_urls, "")
+    if target.served_model is not None:
+        return target
+    return replace(target, served_model=asyncio.run(fetch_model_name(target.base_urls[0])))
+
+
 def bench_running(
     target: ServerTarget,
     workloads: Sequence[Sequence[Workload]],
@@ -114,6 +122,7 @@ def bench_running(
     watcher: Watcher,
 ) -> BenchResult:
     """Replay the workloads against running servers."""
+    target = resolved(target)
     started_s = time.time()
     runs = asyncio.run(_measure_running(target, workloads, options, watcher))
     flat = [workload for row in workloads for workload in row]
@@ -124,7 +133,7 @@ def bench_running(
 async def _measure_running(
     target: ServerTarget, workloads: Sequence[Sequence[Workload]], options: MeasureOptions, watcher: Watcher
 ) -> list[RunResult]:
-    model = target.served_model or await fetch_model_name(target.base_urls[0])
+    model = target.served_model or ""
     title = f"{model} at {', '.join(target.base_urls)}"
     runs = []
     for repetition, row in enumerate(workloads):

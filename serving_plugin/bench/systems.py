@@ -197,17 +197,25 @@ def _common_environment(settings: SystemSettings) -> dict[str, str]:
     return environment
 
 
+def _shared_vllm_flags(settings: SystemSettings) -> list[str]:
+    """Flags that every server of every system gets, so that none has an advantage."""
+    flags = ["--max-model-len", str(settings.max_model_len_tokens), "--max-num-seqs", str(settings.max_num_seqs)]
+    flags += ["--no-enable-prefix-caching"]
+    if settings.dtype is not None:
+        flags += ["--dtype", settings.dtype]
+    if not settings.hardware.gpus:
+        flags += ["--enforce-eager", "--block-size", str(settings.block_size_tokens)]
+    return flags
+
+
 def _plain_vllm(
     settings: SystemSettings, system: SystemName, index: int, port: int, share: _Share, chunk_tokens: int | None
 ) -> ChildSpec:
     command = [executable("vllm"), "serve", str(settings.model), "--served-model-name", settings.served_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--max-model-len", str(settings.max_model_len_tokens), "--max-num-seqs", str(settings.max_num_seqs)]
-    command += ["--no-enable-prefix-caching"]
+    command += _shared_vllm_flags(settings)
     if chunk_tokens is not None:
         command += ["--max-num-batched-tokens", str(chunk_tokens)]
-    if settings.dtype is not None:
-        command += ["--dtype", settings.dtype]
     environment = _common_environment(settings)
     # An empty list loads no plugin at all: this server must not know of us.
     environment["VLLM_PLUGINS"] = ""
@@ -216,7 +224,6 @@ def _plain_vllm(
         command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
     else:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, share.cores))
-        command += ["--enforce-eager", "--block-size", str(settings.block_size_tokens)]
     command += settings.extra_vllm_args
     log_path = settings.log_folder / f"{system}-{index}.log"
     return ChildSpec(f"{system}-{index}", tuple(command), log_path, environment, share.cores)
@@ -229,9 +236,7 @@ def _plan_tetriserve(settings: SystemSettings, port: int) -> SystemPlan:
     command += ["--kv-cache-gib", str(settings.kv_cache_gib), "--chunk-tokens", str(settings.prefill_chunk_tokens)]
     command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
     command += ["--ready-timeout-s", str(settings.ready_timeout_s), *settings.extra_serve_args]
-    command += ["--", "--max-model-len", str(settings.max_model_len_tokens)]
-    if settings.dtype is not None:
-        command += ["--dtype", settings.dtype]
+    command += ["--", *_shared_vllm_flags(settings), *settings.extra_vllm_args]
     title = f"TetriServe {settings.num_prefill}P+{settings.num_decode}D"
     environment = _common_environment(settings)
     if settings.hardware.gpus:
@@ -280,16 +285,18 @@ class MemoryWatch:
         self._thread.start()
 
     def stop(self) -> int:
-        """Stop, and return the peak in bytes."""
+        """Sample once more, stop, and return the peak in bytes."""
         self._stop.set()
         self._thread.join(5 * self._interval_s)
         return self.peak_bytes
 
     def _run(self) -> None:
         while True:
+            is_last = self._stop.is_set()
             self.peak_bytes = max(self.peak_bytes, tree_resident_bytes(self._root_pids))
-            if self._stop.wait(self._interval_s):
+            if is_last:
                 return
+            self._stop.wait(self._interval_s)
 
 
 def tree_resident_bytes(root_pids: Sequence[int]) -> int:

@@ -110,7 +110,7 @@ def bench(
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs per server.", rich_help_panel=_COMPARE)] = 1,
     serve_args: Annotated[str, typer.Option(help="More flags for `tetri serve`.", rich_help_panel=_COMPARE)] = "",
-    vllm_args: Annotated[str, typer.Option(help="More flags for `vllm serve`.", rich_help_panel=_COMPARE)] = "",
+    vllm_args: Annotated[str, typer.Option(help="More vLLM flags for all servers.", rich_help_panel=_COMPARE)] = "",
     log_folder: Annotated[Path, typer.Option(help="Logs of the servers.", rich_help_panel=_COMPARE)] = Path(
         "logs/bench"
     ),
@@ -130,7 +130,7 @@ def bench(
     """
     from serving_plugin.bench.compare import MeasureOptions
     from serving_plugin.bench.console import ConsoleWatcher, deliver, require_writable
-    from serving_plugin.bench.loadgen import Lengths, LoadOptions
+    from serving_plugin.bench.loadgen import Lengths
     from serving_plugin.bench.metrics import Slo
     from serving_plugin.bench.session import (
         Comparison,
@@ -140,6 +140,7 @@ def bench(
         bench_running,
         default_context_tokens,
         draw_workloads,
+        resolved,
     )
     from serving_plugin.bench.systems import (
         SystemSettings,
@@ -170,8 +171,7 @@ def bench(
     )
     context_tokens = max_model_len or default_context_tokens(model)
     if not compare:
-        target = ServerTarget(tuple(base_url or ()), served_model_name)
-        LoadOptions(target.base_urls, "")  # refuses a bad URL before the data is read
+        target = resolved(ServerTarget(tuple(base_url or ()), served_model_name))  # refuses it before the data is read
         with ConsoleWatcher() as watcher:
             workloads = draw_workloads(work, model, context_tokens, watcher)
             result = bench_running(target, workloads, options, model, watcher)
