@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -92,15 +92,16 @@ class StubInstance:
         self._agent: asyncio.Task | None = None
         self.cluster[self.instance_id] = self
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
         app = web.Application()
+        app.add_routes(routes)
         app.router.add_post("/{tail:.*}", self._serve)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, keepalive_timeout=self.keepalive_s, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -316,6 +317,50 @@ def test_a_signal_stops_everything_with_exit_code_0(tmp_path, signum):
         assert process.wait(10) == 0
         assert time.monotonic() - started_s < 10
     assert checks.preflight.port_problem(port, "") is None
+
+
+def test_tetri_serve_from_start_to_ctrl_c(tmp_path):
+    """The whole command with a stand-in for vLLM: ready line, a request through both legs, Ctrl-C, nothing left."""
+    here, port = Path(__file__).parent, free_port()
+    fake = tmp_path / "vllm"
+    fake.write_text(f'#!/bin/sh\nexec {sys.executable} {here / "fake_vllm.py"} "$@"\n')
+    fake.chmod(0o755)
+    script = textwrap.dedent(
+        f"""
+        import typer
+        from serving_plugin.cli import serve
+        from serving_plugin.control import checks
+        serve.vllm_executable = lambda: {str(fake)!r}
+        checks.detect_device = lambda: checks.Device.CPU
+        checks.check_cpu_host = lambda instances: None
+        app = typer.Typer()
+        serve.register(app)
+        app()
+        """
+    )
+    arguments = ["serve", "m", "--predictor", "none", "--port", str(port), "--log-dir", "logs", "--decode", "2"]
+    command = [sys.executable, "-c", script, *arguments, "--", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stdout.readline().startswith(f"ready: http://127.0.0.1:{port}/v1")
+            body = json.dumps({"model": "m", "prompt": "hi"}).encode()
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+            with urllib.request.urlopen(request, timeout=10) as response:
+                assert json.load(response)["choices"][0]["text"] == "abc"
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/tetri/requests", timeout=10) as response:
+                (record,) = json.load(response)["requests"]
+            assert (record["prefill_instance"], record["decode_instance"]) == ("prefill-0", "decode-0")
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == [
+        "decode-0.log",
+        "decode-1.log",
+        "gateway.log",
+        "prefill-0.log",
+    ]
+    for used in (port, port + 100, port + 101, port + 102):
+        assert checks.preflight.port_problem(used, "") is None
 
 
 # The gateway's own process
