@@ -76,10 +76,11 @@ class RunMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PairedRatio:
-    """Ours over theirs, one ratio of means per pair of runs; `upper_95` needs two pairs or more."""
+    """Ours over theirs, one ratio of means per pair of runs; the one-sided 95 % bounds need two pairs or more."""
 
     ratios: tuple[float, ...]
     mean: float
+    lower_95: float | None
     upper_95: float | None
 
     def meets(self, goal: float, min_pairs: int = 5) -> bool:
@@ -133,16 +134,16 @@ def bootstrap_mean_interval(
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> PairedRatio | None:
-    """Per-pair ratios with the one-sided 95 % bootstrap upper bound of their mean; None without a pair."""
+    """Per-pair ratios with one-sided 95 % bootstrap bounds of their mean; None without a pair."""
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} runs against {len(theirs)}: not pairs")
     if not ours or min(theirs) <= 0:
         return None
     ratios = tuple(a / b for a, b in zip(ours, theirs, strict=True))
-    upper = None
+    lower = upper = None
     if len(ratios) > 1:
-        upper = float(np.percentile(_bootstrap_means(np.asarray(ratios), seed), 95))
-    return PairedRatio(ratios, float(np.mean(ratios)), upper)
+        lower, upper = (float(x) for x in np.percentile(_bootstrap_means(np.asarray(ratios), seed), (5, 95)))
+    return PairedRatio(ratios, float(np.mean(ratios)), lower, upper)
 
 
 def _bootstrap_means(sample: np.ndarray, seed: int) -> np.ndarray:

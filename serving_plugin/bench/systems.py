@@ -168,7 +168,7 @@ def plan_system(name: SystemName, settings: SystemSettings, ports: Sequence[int]
     chunk_tokens = settings.chunk_tokens if name.is_tuned else None
     shares = _shares(settings, num_servers)
     children = tuple(_plain_vllm(settings, name, i, ports[i], shares[i], chunk_tokens) for i in range(num_servers))
-    chunk_text = f"chunk {chunk_tokens}" if chunk_tokens is not None else "vLLM's default chunk"
+    chunk_text = f"chunk {chunk_tokens}" if chunk_tokens is not None else "default chunk"
     title = f"vLLM x{num_servers}, {chunk_text}"
     urls = tuple(f"http://127.0.0.1:{ports[i]}" for i in range(num_servers))
     return SystemPlan(name, title, children, urls, tuple(f"vllm-{i}" for i in range(num_servers)), chunk_tokens)

@@ -143,7 +143,8 @@ def test_bootstrap_interval_covers_the_mean_and_repeats():
 def test_paired_ratio():
     five = paired_ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 5.0, 8.0, 10.0])
     assert five is not None and five.mean == pytest.approx(0.52)
-    assert five.upper_95 is not None and 0.52 <= five.upper_95 <= 0.6
+    assert five.lower_95 is not None and five.upper_95 is not None
+    assert 0.5 <= five.lower_95 <= 0.52 <= five.upper_95 <= 0.6
     assert five.meets(0.7) and not five.meets(0.51)
     one = paired_ratio([1.0], [2.0])
     assert one is not None and one.upper_95 is None and not one.meets(0.7)
