@@ -34,8 +34,8 @@ from serving_plugin.bench.systems import (
     SystemName,
     SystemPlan,
     SystemSettings,
-    free_ports,
     plan_system,
+    ports_of,
     running,
 )
 from serving_plugin.bench.workloads import BenchRequest, Workload
@@ -235,7 +235,7 @@ def compare_systems(
     sessions = plan_sessions(systems, len(workloads))
     for number, session in enumerate(sessions, 1):
         watcher.stage(f"[{number}/{len(sessions)}] {session.system}")
-        plan = plan_system(session.system, settings, free_ports(settings.num_servers))
+        plan = plan_system(session.system, settings, ports_of(settings))
         jobs = [(repetition, workload) for repetition in session.repetitions for workload in workloads[repetition]]
         results += _run_session(plan, jobs, settings, options, watcher)
     return results
@@ -274,7 +274,7 @@ def tune_chunk(
     for number, chunk_tokens in enumerate(chunks, 1):
         watcher.stage(f"[tuning {number}/{len(chunks)}] coupled, chunk {chunk_tokens}")
         tuned = replace(settings, chunk_tokens=chunk_tokens)
-        plan = plan_system(SystemName.COUPLED, tuned, free_ports(tuned.num_servers))
+        plan = plan_system(SystemName.COUPLED, tuned, ports_of(tuned))
         [result] = _run_session(plan, [(0, workload)], tuned, options, watcher)
         figures = result.metrics
         mean_jct_s = figures.jct_s.mean if figures.jct_s else float("inf")

@@ -73,7 +73,7 @@ class SystemSettings:
 
     `kv_cache_gib` is each server's KV budget on CPU (on GPU vLLM's own memory share rules). `num_prefill` +
     `num_decode` is the number of coupled servers. `chunk_tokens` is the plain servers' chunk, `prefill_chunk_tokens`
-    TetriServe's: each gets what suits it.
+    TetriServe's: each gets what suits it. `first_port` None: any that are free.
     """
 
     model: Path
@@ -92,6 +92,7 @@ class SystemSettings:
     extra_vllm_args: tuple[str, ...] = ()
     log_folder: Path = Path("logs/bench")
     ready_timeout_s: float = 600.0
+    first_port: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_prefill < 1 or self.num_decode < 1:
@@ -248,6 +249,16 @@ def _plan_tetriserve(settings: SystemSettings, port: int) -> SystemPlan:
     return SystemPlan(
         SystemName.TETRISERVE, title, (child,), urls, (SystemName.TETRISERVE.value,), settings.prefill_chunk_tokens
     )
+
+
+def ports_of(settings: SystemSettings) -> list[int]:
+    """A port per server. Raises `ConfigurationError` when one that the settings ask for is taken."""
+    if settings.first_port is None:
+        return free_ports(settings.num_servers)
+    ports = [settings.first_port + i for i in range(settings.num_servers)]
+    for port in ports:
+        require_free_port(port, "--port")
+    return ports
 
 
 def free_ports(count: int) -> list[int]:

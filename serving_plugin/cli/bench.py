@@ -104,6 +104,9 @@ def bench(
     ] = None,
     prefill: Annotated[int, typer.Option(help="Prefill instances of TetriServe.", rich_help_panel=_COMPARE)] = 1,
     decode: Annotated[int, typer.Option(help="Decode instances of TetriServe.", rich_help_panel=_COMPARE)] = 1,
+    port: Annotated[
+        int | None, typer.Option(help="First port of the started servers; else any.", rich_help_panel=_COMPARE)
+    ] = None,
     kv_cache_gib: Annotated[int, typer.Option(help="KV cache of each CPU server, GiB.", rich_help_panel=_COMPARE)] = 2,
     dtype: Annotated[
         str | None, typer.Option(help="Of all servers; the model's own if left out.", rich_help_panel=_COMPARE)
@@ -148,6 +151,7 @@ def bench(
         detect_hardware,
         parse_system_name,
         plan_system,
+        ports_of,
     )
     from serving_plugin.bench.workloads import LengthSource, parse_workload_name
 
@@ -192,14 +196,16 @@ def bench(
             extra_vllm_args=tuple(shlex.split(vllm_args)),
             log_folder=log_folder,
             ready_timeout_s=ready_timeout_s,
+            first_port=port,
         )
         names = split_list(systems) if systems else ["tetriserve", "coupled", "single"]
         names += [name for name in ("coupled-untuned", "single-untuned") if untuned and name not in names]
         comparison = Comparison(
             tuple(parse_system_name(name) for name in names), parse_ints(tune, "--tune") if tune else ()
         )
+        ports = ports_of(settings)  # refuses a taken port, and the plans a missing command, before the data is read
         for name in comparison.systems:
-            plan_system(name, settings, range(1, settings.num_servers + 1))  # refuses a missing command
+            plan_system(name, settings, ports)
         with ConsoleWatcher() as watcher:
             workloads = draw_workloads(work, model, context_tokens, watcher)
             result = bench_compared(comparison, workloads, settings, options, watcher)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from serving_plugin.bench.systems import (
     free_ports,
     parse_system_name,
     plan_system,
+    ports_of,
     running,
     tree_resident_bytes,
 )
@@ -96,6 +98,17 @@ def test_impossible_settings_are_refused(change, message):
 def test_unknown_system_lists_the_known():
     with pytest.raises(ConfigurationError, match="unknown system 'vidur'; known are tetriserve, coupled, single"):
         parse_system_name("vidur")
+
+
+def test_ports_that_are_asked_for_must_be_free():
+    [first] = free_ports(1)
+    settings = replace(SETTINGS, first_port=first, num_decode=2, hardware=Hardware((0, 1, 2)))
+    assert ports_of(settings) == [first, first + 1, first + 2]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 1))
+        taken.listen()
+        with pytest.raises(ConfigurationError, match=f"port {first + 1} is taken .* give another with --port"):
+            ports_of(settings)
 
 
 def stub_plan(folder: Path, port: int, *command: str) -> SystemPlan:
