@@ -11,7 +11,6 @@ Two layers, so that each reason has one home:
 from __future__ import annotations
 
 import codecs
-import gzip
 import http.client
 import importlib.util
 import io
@@ -25,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal
 
 from serving_plugin.core.errors import ConfigurationError
 
@@ -195,16 +194,41 @@ def _open_source(source: str) -> Iterator[io.BufferedReader]:
         with _open_raw(located) as raw:
             outer = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)
             if outer.peek(2)[:2] == b"\x1f\x8b":
-                inner = cast("io.RawIOBase", gzip.GzipFile(fileobj=cast("BinaryIO", outer)))
-                yield io.BufferedReader(inner)
+                yield io.BufferedReader(_Gunzip(outer))
             else:
                 yield outer
-    except (OSError, EOFError, http.client.HTTPException, zlib.error) as error:
+    except (OSError, http.client.HTTPException, zlib.error) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise ConfigurationError(
             f"ShareGPT source {source!r} cannot be read ({error}): check address or file"
         ) from error
+
+
+class _Gunzip(io.RawIOBase):
+    """Inflates as it is read. A stream that is cut off just ends: `gzip.GzipFile` would lose what it had inflated."""
+
+    def __init__(self, source: io.BufferedReader) -> None:
+        self._source = source
+        self._inflater = zlib.decompressobj(wbits=31)
+        self._held = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            self._held = self._held or self._source.read1(_READ_BYTES)
+            if self._inflater.eof:  # a gzip file may hold several members
+                if not self._held:
+                    return 0
+                self._inflater = zlib.decompressobj(wbits=31)
+            data = self._inflater.decompress(self._held, len(buffer))
+            at_end = not self._held
+            self._held = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
+            if data or at_end:
+                buffer[: len(data)] = data
+                return len(data)
 
 
 def _rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
@@ -238,7 +262,7 @@ class _Text:
 
     def grow(self) -> None:
         """Read on; as much again as is already held, so that a huge row is not parsed from its start too often."""
-        chunk = _read(self._stream, max(_READ_BYTES, len(self.text)))
+        chunk = self._stream.read1(max(_READ_BYTES, len(self.text)))
         self._num_bytes += len(chunk)
         self.at_end = not chunk
         self.text += self._decoder.decode(chunk)
@@ -250,14 +274,6 @@ class _Text:
     @property
     def start_byte(self) -> int:
         return self._num_bytes - self.num_rest_bytes
-
-
-def _read(stream: io.BufferedReader, num_bytes: int) -> bytes:
-    """Up to `num_bytes`; empty at the end. A gzip stream cut off in the middle ends where its data ends."""
-    try:
-        return stream.read1(num_bytes)
-    except EOFError:
-        return b""
 
 
 def _array_rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
@@ -305,7 +321,7 @@ def _may_be_incomplete(error: json.JSONDecodeError, num_chars: int) -> bool:
 def _line_rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
     """One object a line. A bad line is dropped and counted; a bad last line without its newline is a cut-off file."""
     start_byte = stream.tell() if stream.seekable() else 0
-    while line := _read_line(stream):
+    while line := stream.readline(_MAX_ROW_CHARS + 1):
         if len(line) > _MAX_ROW_CHARS:
             raise ConfigurationError(
                 f"ShareGPT source {report.source!r} has a line of over {_MAX_ROW_CHARS} bytes: is it JSON lines?"
@@ -319,13 +335,6 @@ def _line_rows(stream: io.BufferedReader, report: ReadReport) -> Iterator[Any]:
                 else:
                     _note_truncation(report, start_byte, len(line))
         start_byte += len(line)
-
-
-def _read_line(stream: io.BufferedReader) -> bytes:
-    try:
-        return stream.readline(_MAX_ROW_CHARS + 1)
-    except EOFError:
-        return b""
 
 
 def _note_truncation(report: ReadReport, at_byte: int, num_bytes: int) -> None:
