@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.params import Params, parse_params
+from pipeline.params import Params, load_profile
 
 LABELLED_ROWS = {"train": 160, "validation": 40, "calibration": 20, "test": 60}
 
 
 @dataclass(frozen=True)
 class TrainedPredictor:
-    """A tiny predictor that went through train, evaluate, export and register once, and where each stage left its files."""
+    """A tiny predictor that went once through train, evaluate, export and register, and where each left its files."""
 
     params: Params
     labelled: Path
@@ -37,35 +37,21 @@ class TrainedPredictor:
 
 
 def tiny_params(**train: Any) -> Params:
-    """Settings for a random tiny OPT on the rows of `write_labelled_rows`; `train` overrides train.*."""
-    shares = {"train": 0.7, "validation": 0.1, "calibration": 0.1, "test": 0.1}
+    """Profile `ci` made to learn the rows of `write_labelled_rows`; `train` overrides train.*."""
+    params = load_profile("ci")
     learning = {
-        "backbone": "tiny-opt", "epochs": 8.0, "batch_size": 16, "learning_rate": 1e-3, "weight_decay": 0.0,
-        "warmup_share": 0.1, "max_input_tokens": 24, "head_tokens": 12, "fine_granularity_tokens": 50,
-        "label_smoothing_tokens": 0.0, "expected_value_weight": 0.0, "max_train_rows": None,
+        "epochs": 8.0, "batch_size": 16, "learning_rate": 1e-3, "max_input_tokens": 24, "head_tokens": 12,
+        "label_smoothing_tokens": 0.0, "expected_value_weight": 0.0,
     }  # fmt: skip
-    generate = {
-        "num_prompts": 0, "temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 64,
-        "max_model_len": 512, "max_num_seqs": 4, "shard_size": 8, "tensor_parallel_size": 1, "kv_cache_gib": 1,
-        "gpu_memory_utilization": 0.5,
-    }  # fmt: skip
-    prepare = {
-        "source": "package", "max_prompts": None, "min_prompt_chars": 1, "max_prompt_chars": 1000,
-        "near_duplicate_chars": 64, "shares": shares,
-    }  # fmt: skip
-    plain = {
-        "profile": "ci",
-        "seed": 0,
-        "target": {"name": "tiny-target", "path": None, "dtype": "float32"},
-        "prepare": prepare,
-        "generate": generate,
-        "label": {"source": "recorded", "granularity_tokens": 200, "max_length_tokens": 599},
-        "train": {**learning, **train},
-        "evaluate": {"granularities_tokens": [100, 200, 400], "heavy_over_tokens": 128, "num_bootstrap": 50},
-        "export": {"opset": 17, "tolerance": 1e-4, "num_latency_runs": 5},
-        "register": {"name": "length-predictor", "alias": "champion", "allow_worse": False},
-    }
-    return parse_params(plain, "tests")
+    return replace(
+        params,
+        target=replace(params.target, name="tiny-target"),
+        label=replace(params.label, max_length_tokens=599),
+        train=replace(params.train, **{**learning, **train}),
+        evaluate=replace(params.evaluate, num_bootstrap=50),
+        export=replace(params.export, tolerance=1e-4, num_latency_runs=5),
+        register=replace(params.register, allow_worse=False),
+    )
 
 
 def write_labelled_rows(folder: Path, seed: int = 0) -> None:

@@ -30,7 +30,7 @@ CHILD_TIMEOUT_S = 180.0
 
 _SCHEME = "models:/"
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
-_CURE = "run `dvc repro` to train and register a predictor, or give a predictor folder"
+_CURE = "run `dvc repro` (`dvc repro -f register` if it ran before), or give a predictor folder"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def test_worse_than_the_modal_bucket_is_refused_unless_told(trained: Any, tmp_pa
     evaluation.write_text(json.dumps({"accuracy_200": 0.3, "modal_accuracy_200": 0.4}))
     store = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
     run_id, metrics = load_run_id(trained.checkpoint), tmp_path / "register.json"
-    with pytest.raises(ConfigurationError, match="0.300 at 200 tokens is worse"):
+    with pytest.raises(ConfigurationError, match=r"0\.300 at 200 tokens is worse"):
         register(trained.params.register, trained.export, evaluation, run_id, metrics, store)
     assert not metrics.exists()
     assert not (tmp_path / "mlruns").exists()
