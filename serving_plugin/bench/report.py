@@ -107,7 +107,8 @@ def table_rows(result: BenchResult, workload: str) -> list[Row]:
         for label in ("mean", "p50", "p99"):
             add(group, label, _percentile_of(of, label), text)
     add("resource time", "", lambda f: f.resource_time_s, seconds)
-    rows.append(_perf_row(result, workload, figures))
+    if any(ratios.workload == workload for ratios in result.ratios):
+        rows.append(_perf_row(result, workload, figures))
     add("makespan", "", lambda f: f.makespan_s, seconds)
     tokens = [_ratio_text(f.pooled.output_tokens_per_s if f.num_runs == 1 else _tokens_per_s(f)) for f in figures]
     rows.append(Row("output tokens/s", "", tuple(tokens)))
@@ -143,7 +144,7 @@ def _perf_row(result: BenchResult, workload: str, figures: Sequence[SystemFigure
     values = []
     for f in figures:
         gain = gains.get(f.system)
-        values.append("1.00 (reference)" if f.system == "tetriserve" and gains else _gain_text(gain))
+        values.append("1.00 (reference)" if f.system == "tetriserve" else _gain_text(gain))
     return Row("perf/$ of TetriServe vs", "", tuple(values))
 
 
@@ -216,7 +217,7 @@ def faults_of(run: RunResult) -> list[str]:
 
 def write_json(result: BenchResult, path: Path) -> None:
     """Write every raw figure, whole or not at all."""
-    write_atomically(path, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(result.to_json(), allow_nan=False) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
