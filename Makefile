@@ -10,7 +10,7 @@ PORT ?= 8000
 HARDWARE ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi)
 
 BIN := $(VENV)/bin
-LOCK := requirements/$(HARDWARE).lock
+LOCK := requirements/$(if $(filter gpu,$(HARDWARE)),gpu.constraints,cpu.lock)
 INSTALLED := $(VENV)/.installed-$(HARDWARE)
 GPU_FLAG := $(if $(filter gpu,$(HARDWARE)),--gpu)
 INSTALLED_FLAG = $(if $(wildcard $(INSTALLED)),--installed)
@@ -48,17 +48,21 @@ pipeline: venv  ## Only the predictor's pipeline (dvc repro)
 
 venv: $(INSTALLED)  ## Make the virtual environment
 
-# Everything is in the lock, so nothing is resolved (--no-deps). Left out of the CPU lock on purpose: torchvision,
-# torchaudio and torchcodec, whose wheels do not match a CPU build of torch (transformers then fails to import models:
-# "operator torchvision::nms does not exist"); text models need none of them. nixl brings its CUDA 13 library only, not
-# the CUDA 12 one. `requirements/check.py` runs `pip check` and accepts these exceptions and no others.
+# CPU: everything is in the lock, so nothing is resolved (--no-deps). GPU: pip resolves under constraints, since the CUDA
+# libraries differ between drivers. `requirements/check.py` runs `pip check` on the CPU environment and accepts the gaps
+# that are left on purpose (torchvision and others; it says why) and no others.
 $(INSTALLED): $(LOCK) pyproject.toml requirements/vllm-alias/pyproject.toml requirements/check.py
 	@echo "== installing the $(HARDWARE) packages into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps --no-compile -r $(LOCK) | sed -u -n 's/^Collecting /  /p'
-	if [ $(HARDWARE) = cpu ]; then $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation ./requirements/vllm-alias; fi
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
-	$(BIN)/python requirements/check.py
+	pip() { $(BIN)/python -m pip --disable-pip-version-check "$$@"; }
+	if [ $(HARDWARE) = cpu ]; then
+	  pip install --progress-bar off --no-deps --no-compile -r $(LOCK) | sed -u -n -E 's/^(Collecting|Installing collected).*/&/p' | cut -c1-100
+	  pip install -q --no-deps --no-build-isolation ./requirements/vllm-alias
+	  pip install -q --no-deps --no-build-isolation -e .
+	  $(BIN)/python requirements/check.py
+	else
+	  pip install --progress-bar off -c $(LOCK) -e '.[gpu,demo,dev]'
+	fi
 	touch $@
 
 preflight-demo:
