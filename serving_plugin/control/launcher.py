@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 from serving_plugin.control.settings import GatewaySettings
 from serving_plugin.core.config import InstanceSettings
@@ -94,6 +95,9 @@ def build_instance_command(plan: InstancePlan) -> tuple[dict[str, str], list[str
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(plan.side_channel_port),
         "VLLM_NO_USAGE_STATS": "1",
     }
+    host = urlsplit(plan.settings.url).hostname or ""
+    if host not in ("127.0.0.1", "localhost", "::1"):  # peers on other hosts must reach NIXL's handshake
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
     if plan.is_local_model:
         environment["HF_HUB_OFFLINE"] = "1"
     if plan.device is Device.CPU:

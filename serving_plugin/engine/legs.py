@@ -204,7 +204,7 @@ def _json_object(raw: bytes) -> dict[str, Any] | None:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    kind = "service_unavailable" if status == 503 else "invalid_request_error"
+    kind = "ServiceUnavailableError" if status == 503 else "BadRequestError"
     error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     body = json.dumps(error).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -21,6 +21,7 @@ from serving_plugin.core.admit import ActiveDecode, DecodePool, Newcomer, fits_n
 from serving_plugin.core.chunk import step_token_budget
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.order import QueuedPrompt, next_round
 from serving_plugin.core.registry import resolve_policy
 from serving_plugin.core.types import Role, num_blocks
@@ -148,7 +149,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         fresh = [request for request in full if request.status != RequestStatus.PREEMPTED]
         if self.tetri_role is Role.PREFILL:
             return returning + self._ordered(fresh)
-        return returning + self._admissible(fresh)
+        return returning + self._admissible(fresh, returning)
 
     def _ordered(self, fresh: list[Request]) -> list[Request]:
         by_id = {request.request_id: request for request in fresh}
@@ -169,14 +170,18 @@ class TetriSchedulerMixin(_SchedulerBase):
             current = []
         return [by_id[request_id] for request_id in ordered]
 
-    def _admissible(self, fresh: list[Request]) -> list[Request]:
+    def _admissible(self, fresh: list[Request], returning: list[Request]) -> list[Request]:
         """Requests that the admission policy takes now, each judged after those before it.
+
+        Preempted requests (`returning`) were admitted once: they are not judged again, but their room is set aside.
 
         A vetoed request may be overtaken, but not once its veto is older than `max_veto_s`: then it is admitted as soon
         as its prompt fits, and nobody passes it until then.
         """
         now_s = unix_now_s()
         pool = self._pool()
+        for request in returning:
+            pool = _with_newcomer(pool, self._newcomer_again(request))
         admitted: list[Request] = []
         self._num_vetoed_tokens = 0
         blocked_by_aged = False
@@ -198,6 +203,17 @@ class TetriSchedulerMixin(_SchedulerBase):
             tracked.vetoed_since_s = tracked.vetoed_since_s or now_s
             self._num_vetoed_tokens += request.num_prompt_tokens
         return admitted
+
+    def _newcomer_again(self, request: Request) -> Newcomer:
+        """A preempted request: what it has put out counts as prompt, its range from there."""
+        out = request.num_output_tokens
+        high_tokens = request.max_tokens + 1
+        low_tokens = 0
+        if self.tetri_tracker.get(request.request_id) is not None:
+            length_range = self.tetri_tracker.refresh(request.request_id, out).length_range
+            low_tokens, high_tokens = length_range.low_tokens, length_range.high_tokens
+        low_tokens = max(0, low_tokens - out)
+        return Newcomer(request.num_tokens, LengthRange(low_tokens, max(low_tokens + 1, high_tokens - out)))
 
     def _num_cached_blocks(self, request: Request) -> int:
         """Blocks of its prompt that a live request already holds; blocks only cached count as free in vLLM's pool."""
