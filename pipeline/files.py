@@ -71,11 +71,28 @@ def dataset_of(rows: Callable[[], Iterator[dict[str, Any]]], types: Mapping[str,
         types: column -> Arrow type name ("string", "int64", "bool").
     """
     from datasets import Dataset, Features, Value, disable_progress_bars
+    from datasets.exceptions import DatasetGenerationError
 
     disable_progress_bars()
     features = Features({name: Value(kind) for name, kind in types.items()})
+    stream = rows()
+    first = next(stream, None)
+    if first is None:  # from_generator fails on nothing at all
+        yield Dataset.from_dict({name: [] for name in types}, features=features)
+        return
+
+    def all_rows() -> Iterator[dict[str, Any]]:
+        yield first
+        yield from stream
+
     with tempfile.TemporaryDirectory(prefix="tetri-dataset-") as scratch:
-        yield Dataset.from_generator(rows, features=features, cache_dir=scratch, fingerprint=uuid.uuid4().hex)
+        try:
+            table = Dataset.from_generator(all_rows, features=features, cache_dir=scratch, fingerprint=uuid.uuid4().hex)
+        except DatasetGenerationError as error:
+            if isinstance(error.__cause__, TetriError):  # raised by `rows`: the wrapper says nothing of the cause
+                raise error.__cause__ from None
+            raise
+        yield table
 
 
 def progress(message: str) -> None:

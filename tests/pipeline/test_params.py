@@ -61,7 +61,7 @@ def test_the_committed_params_are_the_cpu_profile() -> None:
         ("prepare.shares.train", 0.9, "prepare.shares sum to 1.2, must sum to 1"),
         ("prepare.min_prompt_chars", 10**6, "is over prepare.max_prompt_chars"),
         ("train.head_tokens", 128, "must be below train.max_input_tokens"),
-        ("train.fine_granularity_tokens", 400, "must label.granularity_tokens"),
+        ("train.fine_granularity_tokens", 400, "multiples of train.fine_granularity_tokens 400"),
         ("evaluate.granularities_tokens", [], "expected a list such as [100, 200]"),
         ("evaluate.granularities_tokens", [75], "must be multiples of train.fine_granularity_tokens"),
         ("profile", "gpu", "choose one of ci, cpu, cpu_full, paper"),

@@ -91,6 +91,16 @@ def test_an_empty_split_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
         prepare(settings(source_of(tmp_path, ["just one prompt"])), 0, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("no JSON at all", "expected a JSON array"), ("[]", "no prompt fell into"), ("[{]", "is damaged after 0")],
+)
+def test_a_bad_source_is_one_clear_error(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "f.json").write_text(content + " " * 30)
+    with pytest.raises(ConfigurationError, match=words):
+        prepare(settings(tmp_path / "f.json"), 0, tmp_path / "out")
+
+
 @given(root_id=st.text(min_size=1), seed=st.integers(0, 2**32))
 def test_a_split_depends_on_root_and_seed_alone(root_id: str, seed: int) -> None:
     root_id = root_id.encode("utf-8", "replace").decode()
