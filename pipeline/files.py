@@ -102,6 +102,8 @@ def progress(message: str) -> None:
 
 def run_stage(main: Callable[[], None]) -> None:
     """Run a stage's entry point; a TetriError becomes one line and exit code 2, without a traceback."""
+    # OpenMP reads it when torch loads. Threads that spin at barriers cost 3-4 times the CPU when the cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         main()
     except TetriError as error:

@@ -164,8 +164,6 @@ class VllmTarget:
     """vLLM's offline engine. Imports and starts when made, so a run with nothing to do stays quick."""
 
     def __init__(self, settings: dict[str, Any], params: GenerateParams) -> None:
-        # Read when torch loads. Threads that spin at barriers made a shared two-core machine three times slower.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         on_gpu = _has_gpu()
         os.environ.update(engine_environment(settings["target"], params, on_gpu=on_gpu))
         progress(f"generate: starting vLLM with {settings['target']}")
