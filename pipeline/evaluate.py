@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.backbone import load_classifier
 from pipeline.files import progress, run_stage, write_json, write_text
+from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.params import Params, load_params
 from pipeline.tracking import load_run_id, tracked_run
 from pipeline.train import CHECKPOINT, LABELLED
@@ -54,6 +55,7 @@ def evaluate(
         seed=params.seed,
     )
     report["source"] = spec.source
+    report |= score_target_replies(params, spec, model, encoder, labelled / TARGET_REPLIES_FILE)
     write_json(metrics, report)
     write_text(plots / "accuracy.csv", accuracy_table(report, widths))
     write_text(plots / "confusion.csv", confusion_table(spec, probabilities, rows))
@@ -64,6 +66,29 @@ def evaluate(
         f"evaluate: accuracy_{width} {report[f'accuracy_{width}']:.3f}, modal {report[f'modal_accuracy_{width}']:.3f}"
     )
     return report
+
+
+def score_target_replies(
+    params: Params, spec: PredictorSpec, model: Any, encoder: PromptEncoder, path: Path
+) -> dict[str, Any]:
+    """How a predictor of recorded replies serves the target: `target_...` metrics on the target's own replies.
+
+    Many of them are cut at generate.max_tokens, so what counts is AUROC and rank correlation; {} without such rows.
+    """
+    rows = read_rows(path) if path.exists() and path.stat().st_size else []
+    if not rows:
+        return {}
+    report = score_split(
+        spec,
+        torch_probabilities(model, encoder.encode_batch([row.prompt for row in rows]), spec),
+        rows,
+        granularities_tokens=[spec.granularity_tokens],
+        heavy_over_tokens=params.evaluate.heavy_over_tokens,
+        num_resamples=params.evaluate.num_bootstrap,
+        seed=params.seed,
+    )
+    kept = ("num_rows", "num_censored", "kendall_tau", "auroc_heavy")
+    return {f"target_{name}": value for name, value in report.items() if name.startswith(kept)}
 
 
 def torch_probabilities(model: Any, prompts: Sequence[EncodedPrompt], spec: PredictorSpec) -> np.ndarray:

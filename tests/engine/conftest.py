@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import Cluster
+from real_cluster import Cluster, free_low_port
 
-from serving_plugin.processes import Child, ChildSpec, free_port, stop_all, wait_until_ready
+from serving_plugin.processes import Child, ChildSpec, stop_all, wait_until_ready
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 READY_TIMEOUT_S = 480.0
@@ -70,13 +70,6 @@ def cluster(tiny_target: Path, trained: Any, tmp_path_factory: pytest.TempPathFa
         yield Cluster(**urls, model=str(tiny_target), target=tiny_target, logs=logs)
     finally:
         stop_all(list(children.values()))
-
-
-def free_low_port() -> int:
-    """A free port that leaves room for the side channel's offset above it."""
-    while (port := free_port()) > 50_000:
-        pass
-    return port
 
 
 @pytest.fixture(autouse=True)

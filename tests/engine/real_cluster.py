@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serving_plugin.processes import free_port
+
 SETTLE_TIMEOUT_S = 20.0
 
 
@@ -69,3 +71,10 @@ def _parsed(raw: bytes) -> Any:
         return json.loads(raw)
     except ValueError:
         return raw.decode(errors="replace")
+
+
+def free_low_port() -> int:
+    """A free port that leaves room for the side channel's offset above it."""
+    while (port := free_port()) > 50_000:
+        pass
+    return port
