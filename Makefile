@@ -26,7 +26,8 @@ demo: preflight-demo venv  ## Train the predictor, serve with it, compare with p
 	dvc repro
 	echo "== 2/2  serving: TetriServe and plain vLLM on the same requests"
 	target=$$(python -m pipeline.target --print-path)
-	tetri bench --model "$$target" --compare --port $(PORT) --workload mixed --report reports/demo.html --json reports/demo.json
+	tetri bench --model "$$target" --compare --port $(PORT) --workload mixed --num-requests 64 --rate 1.0 \
+	  --source data/prepared/test.jsonl --report reports/demo.html --json reports/demo.json
 
 test: preflight-test venv lint types fast engine  ## Lint, types and all tests (under 30 minutes)
 

@@ -220,12 +220,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder to make, e.g. models/targets/tiny-opt")
     parser.add_argument("--text", type=Path, help="file whose lines train the tiny target's tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tiny target's weights")
+    parser.add_argument("--print-path", action="store_true", help="only print where the target of params.yaml lies")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     options = _parse(arguments)
+    if options.print_path:
+        from pipeline.params import load_params
+
+        print(load_params().target.location)
+        return
     if options.name is None:
         from pipeline.params import load_params
 
