@@ -67,7 +67,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """A decode instance has pulled a request's KV cache (`num_remote_tokens` 0: it failed and recomputes). Unix seconds."""
+    """A decode instance has pulled a KV cache (`num_remote_tokens` 0: it failed and recomputes). Unix seconds."""
 
     request_id: str
     transfer_start_s: float

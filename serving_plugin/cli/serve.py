@@ -19,6 +19,7 @@ from serving_plugin.core.config import (
     InstanceSettings,
     OrderSettings,
     PredictionSettings,
+    TransferSettings,
 )
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.types import Role
@@ -78,6 +79,13 @@ ForecastRange = Annotated[
     str, typer.Option(help="argmax (the likeliest bucket) or quantile (--coverage).", rich_help_panel=_PREDICTION)
 ]
 Coverage = Annotated[float, typer.Option(help="Probability that a quantile range covers.", rich_help_panel=_PREDICTION)]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        help="KV transfer: auto (UCX chooses) or direct (shared memory, all instances on this host).",
+        rich_help_panel=_POLICIES,
+    ),
+]
 ServedName = Annotated[str | None, typer.Option("--served-model-name", help="Name that clients use for the model.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", min=1, help="Devices per instance.")]
 KvCacheGib = Annotated[int, typer.Option("--kv-cache-gib", min=1, help="KV cache of a CPU instance, GiB.")]
@@ -122,6 +130,7 @@ def serve(
     allow_other_target: AllowOtherTarget = False,
     forecast_range: ForecastRange = "argmax",
     coverage: Coverage = 0.9,
+    link: Link = None,
 ) -> None:
     """Serve MODEL with prefill and decode instances behind one OpenAI-compatible gateway, on this machine.
 
@@ -159,6 +168,7 @@ def serve(
                 admit=AdmitSettings(admit, max_veto_s),
                 forecast=ForecastSettings(forecast_range, coverage),
                 prediction=prediction if role is Role.PREFILL else PredictionSettings(),
+                transfer=TransferSettings(link or _same_host_link(device)),
             ),
             device=device,
             host="127.0.0.1",
@@ -212,6 +222,7 @@ def instance(
     allow_other_target: AllowOtherTarget = False,
     forecast_range: ForecastRange = "argmax",
     coverage: Coverage = 0.9,
+    link: Link = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the command line instead of running it.")] = False,
 ) -> None:
     """Run one instance: builds the canonical `vllm serve` line and becomes it. Unknown options go to vLLM.
@@ -239,6 +250,7 @@ def instance(
         admit=AdmitSettings(admit, max_veto_s),
         forecast=ForecastSettings(forecast_range, coverage),
         prediction=prediction if role is Role.PREFILL else PredictionSettings(),
+        transfer=TransferSettings(link or "auto"),
     )
     checks.check_policies(settings)
     plan = InstancePlan(
@@ -298,6 +310,13 @@ def gateway(
         history_size=history_size,
     )
     asyncio.run(serve_gateway(settings))
+
+
+def _same_host_link(device: Device) -> str:
+    """`tetri serve` runs everything on one host: on CPU, KV caches go through shared memory."""
+    from serving_plugin.control.launcher import Device as Kind
+
+    return "direct" if device is Kind.CPU else "auto"
 
 
 def shell_line(environment: dict[str, str], argv: list[str]) -> str:

@@ -106,6 +106,23 @@ class PredictionSettings:
         _require(self.num_threads >= 1, "prediction.num_threads", self.num_threads, "1 or more")
 
 
+LINKS = ("auto", "direct")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """How KV caches travel. `auto`: UCX chooses among all transports. `direct`: shared memory, instances on one host.
+
+    Over TCP, UCX emulates a READ with messages that both sides must progress, on a thread that spins meanwhile; over
+    shared memory the reader copies alone. `direct` gives up UCX's detection of dead peers, which has no shared memory.
+    """
+
+    link: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.link in LINKS, "transfer.link", self.link, " or ".join(LINKS))
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSettings:
     """Everything that the plugin of one instance is told.
@@ -123,6 +140,7 @@ class InstanceSettings:
     admit: AdmitSettings = field(default_factory=AdmitSettings)
     forecast: ForecastSettings = field(default_factory=ForecastSettings)
     prediction: PredictionSettings = field(default_factory=PredictionSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
     report_interval_s: float = 0.1
 
     def __post_init__(self) -> None:

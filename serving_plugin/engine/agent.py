@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 
 from serving_plugin.core.config import InstanceSettings
-from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
 from serving_plugin.engine.dispatcher import Dispatcher
@@ -266,13 +265,3 @@ def _load_fields(snapshot: EngineSnapshot) -> dict[str, int]:
         for name in EngineSnapshot.__dataclass_fields__
         if name not in ("prefill_busy_s", "decode_busy")
     }
-
-
-def require_settings(raw: Mapping[str, Any] | None) -> InstanceSettings:
-    """Settings from `kv_connector_extra_config`, or one clear line about what the command line lacks."""
-    if not raw:
-        raise ConfigurationError(
-            "VLLM_PLUGINS names tetri, but --kv-transfer-config has no kv_connector_extra_config; "
-            "`tetri instance MODEL --role prefill --print` shows a complete command line"
-        )
-    return InstanceSettings.from_dict(raw)

@@ -4,6 +4,7 @@
   two instances on one host would share that core.
 - Lets NIXL's progress thread sleep between polls: the Python wrapper hard-codes a spinning one, which takes half a core
   from the model on hosts with few cores.
+- Link `direct`: shared memory between instances on one host, where UCX would take TCP.
 - Returns our own request id and times with the prefill leg: `request_finished` of 0.32.0 builds a fresh dict.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -21,6 +22,7 @@ from vllm.v1.request import Request
 
 from serving_plugin.engine.load_feed import unix_now_s
 from serving_plugin.engine.seeded_rows import install_seed_guard
+from serving_plugin.engine.settings import settings_of
 
 PROGRESS_POLL_INTERVAL_US = 1000
 
@@ -31,7 +33,10 @@ class TetriConnector(NixlPullConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.WORKER:
             install_seed_guard()
+            settings = settings_of(vllm_config)
             _let_progress_thread_sleep()
+            if settings.transfer.link == "direct":
+                _use_shared_memory_only()
         with _affinity_kept():
             super().__init__(vllm_config, role, kv_cache_config)
 
@@ -77,11 +82,7 @@ def _let_progress_thread_sleep() -> None:
 
     The configuration object is made inside `nixl._api.nixl_agent.__init__`: only the binding can be reached.
     """
-    for name in ("nixl_cu13._api", "nixl_cu12._api", "nixl._api"):
-        try:
-            api = importlib.import_module(name)
-        except ImportError:
-            continue
+    for api in _nixl_apis():
         make_agent = api.nixlBind.nixlAgent
         if getattr(make_agent, "tetri_sleeps", False):
             continue
@@ -92,3 +93,35 @@ def _let_progress_thread_sleep() -> None:
 
         make_sleeping_agent.tetri_sleeps = True  # type: ignore[attr-defined]
         api.nixlBind.nixlAgent = make_sleeping_agent
+
+
+def _use_shared_memory_only() -> None:
+    """Link `direct`: UCX over shared memory, whose transports have no peer error handling. Idempotent.
+
+    With it (NIXL's default) UCX falls back to TCP even on one host: a READ is then emulated by messages, and a progress
+    thread whose socket stays writable spins for as long as a transfer is under way.
+    """
+    os.environ.setdefault("UCX_TLS", "sm,self")
+    for api in _nixl_apis():
+        create_backend = api.nixl_agent.create_backend
+        if getattr(create_backend, "tetri_direct", False):
+            continue
+
+        def create_direct_backend(
+            self: Any,
+            backend: str,
+            init_params: dict[str, str] | None = None,
+            create_backend: Any = create_backend,
+        ) -> Any:
+            more = {"ucx_error_handling_mode": "none"} if backend == "UCX" else {}
+            return create_backend(self, backend, {**(init_params or {}), **more})
+
+        create_direct_backend.tetri_direct = True  # type: ignore[attr-defined]
+        api.nixl_agent.create_backend = create_direct_backend
+
+
+def _nixl_apis() -> Iterator[Any]:
+    """The `_api` modules of the installed NIXL builds (one per CUDA release)."""
+    for name in ("nixl_cu13._api", "nixl_cu12._api", "nixl._api"):
+        with suppress(ImportError):
+            yield importlib.import_module(name)

@@ -60,16 +60,16 @@ class TetriEndpoint:
         """Start the agent. Bad settings end the server's start with one clear line."""
         import atexit
 
-        from serving_plugin.engine.agent import Agent, require_settings
+        from serving_plugin.engine.agent import Agent
+        from serving_plugin.engine.settings import settings_of
 
         config = engine_client.vllm_config
-        kv_config = config.kv_transfer_config
-        settings = require_settings(kv_config.kv_connector_extra_config if kv_config else None)
+        settings = settings_of(config)
         names = args.served_model_name or [args.model]
         self._tokenizer = engine_client.get_tokenizer()
         self._max_model_len = config.model_config.max_model_len
         self._engine_client = engine_client
-        self._agent = Agent(settings, kv_config.engine_id, (*names, args.model), kv_fingerprint(config))
+        self._agent = Agent(settings, config.kv_transfer_config.engine_id, (*names, args.model), kv_fingerprint(config))
         await self._agent.start()
         atexit.register(self._agent.close)
 

@@ -19,7 +19,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from serving_plugin.core.admit import ActiveDecode, DecodePool, Newcomer, fits_now
 from serving_plugin.core.chunk import step_token_budget
-from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.order import QueuedPrompt, next_round
@@ -27,6 +26,7 @@ from serving_plugin.core.registry import resolve_policy
 from serving_plugin.core.types import Role, num_blocks
 from serving_plugin.engine.ledger import take_ledger
 from serving_plugin.engine.load_feed import EngineSnapshot, LoadPublisher, TransferEvent, unix_now_s
+from serving_plugin.engine.settings import settings_of
 from serving_plugin.engine.tracker import RequestTracker, Tracked
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TetriSchedulerMixin(_SchedulerBase):
                 f"--scheduling-policy {self.policy.value}: TetriServe orders the queue itself; leave it at fcfs"
             )
         config = self.vllm_config.kv_transfer_config
-        settings = InstanceSettings.from_dict(config.kv_connector_extra_config)
+        settings = settings_of(self.vllm_config)
         self.tetri_settings = settings
         self.tetri_role = settings.role
         self.tetri_tracker = RequestTracker(settings.forecast)
