@@ -349,7 +349,8 @@ def test_tetri_serve_from_start_to_ctrl_c(tmp_path):
                 assert json.load(response)["choices"][0]["text"] == "abc"
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/tetri/requests", timeout=10) as response:
                 (record,) = json.load(response)["requests"]
-            assert (record["prefill_instance"], record["decode_instance"]) == ("prefill-0", "decode-0")
+            assert record["prefill_instance"] == "prefill-0"
+            assert record["decode_instance"] in ("decode-0", "decode-1")
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
