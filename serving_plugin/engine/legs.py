@@ -62,7 +62,8 @@ class LegMiddleware:
     async def _prefill(self, agent: Agent, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         raw = await _read_body(receive)
         body = _json_object(raw)
-        meta = ((body or {}).get("kv_transfer_params") or {}).get("tetri") if body else None
+        params = body.get("kv_transfer_params") if body else None
+        meta = params.get("tetri") if isinstance(params, dict) else None
         if body is None or not isinstance(meta, dict) or "request_id" not in meta:
             await _refuse(
                 send, 400, "a prefill leg needs kv_transfer_params.tetri.request_id; only a gateway sends one"
@@ -90,8 +91,12 @@ class LegMiddleware:
     async def _forecast(
         self, agent: Agent, request_id: str, body: Mapping[str, Any]
     ) -> tuple[LengthForecast | None, float]:
-        forecast = await agent.predict(request_id, prompt_text(body, self._decode_tokens))
-        return forecast, unix_now_s()
+        try:
+            text = prompt_text(body, self._decode_tokens)
+        except (AttributeError, KeyError, TypeError) as error:  # a form of prompt that only vLLM understands
+            logger.warning("request %s: no text to predict from (%r)", request_id, error)
+            return None, unix_now_s()
+        return await agent.predict(request_id, text), unix_now_s()
 
     def _add_decision(
         self,

@@ -35,6 +35,7 @@ def test_round_trip_through_json() -> None:
         ({"admit": {"max_veto_s": 0}}, ["admit.max_veto_s", "above 0"]),
         ({"forecast": {"range": "mean"}}, ["forecast.range='mean'", "argmax or quantile"]),
         ({"prediction": {"mode": "later"}}, ["prediction.mode='later'", "parallel or sequential"]),
+        ({"transfer": {"link": "tcp"}}, ["transfer.link='tcp'", "auto or direct"]),
         ({"prediction": {"core": True}}, ["prediction.core=True", "int"]),
     ],
 )
