@@ -7,6 +7,7 @@ token can flip where two are exactly tied.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,13 +47,15 @@ def cluster(tiny_target: Path, trained: Any, tmp_path_factory: pytest.TempPathFa
             "gateway", (str(BIN / "tetri"), "gateway", "--port", str(ports["gateway"])), logs / "gateway.log", {}
         )
     }
+    environment = {"PATH": f"{BIN}:{os.environ['PATH']}"}
     for number, role in enumerate(("prefill", "decode")):
         command = [str(BIN / "tetri"), "instance", str(tiny_target), "--role", role, "--gateway", urls["gateway"]]
         command += ["--port", str(ports[role]), "--predictor", "models:/length-predictor@champion", "--print"]
-        command += ["--tracking-uri", trained.tracking_uri, "--core", str(cores[number % len(cores)]), *vllm_flags]
+        command += ["--tracking-uri", trained.tracking_uri, "--cores", str(cores[number % len(cores)]), *vllm_flags]
         line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
         assert line.startswith("VLLM_PLUGINS=tetri ") and " vllm serve " in line
-        environment = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+        if role == "decode":  # one instance runs the README's line, the other the one that is printed
+            line = readme_line(tiny_target, ports["decode"], ports["gateway"], line)
         specs[role] = ChildSpec(
             role, ("bash", "-c", line), logs / f"{role}.log", environment, (cores[number % len(cores)],)
         )
@@ -70,6 +73,27 @@ def cluster(tiny_target: Path, trained: Any, tmp_path_factory: pytest.TempPathFa
         yield Cluster(**urls, model=str(tiny_target), target=tiny_target, logs=logs)
     finally:
         stop_all(list(children.values()))
+
+
+def readme_line(target: Path, port: int, gateway_port: int, printed: str) -> str:
+    """The command line that the README pins, for a decode instance, with this machine's flags as printed by tetri."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = re.findall(r"^VLLM_PLUGINS=tetri .*?\}\}\}'$", readme, re.MULTILINE | re.DOTALL)
+    for old, new in (
+        ("18100", str(port + 10_000)),
+        ("8100", str(port)),
+        ("8000", str(gateway_port)),
+        ("vllm serve MODEL", f"vllm serve {target}"),
+        ('"role": "prefill"', '"role": "decode"'),
+        ("prefill-0", f"decode-{port}"),
+    ):
+        assert old in line
+        line = line.replace(old, new)
+    environment = " ".join(
+        word for word in printed.split(" vllm serve ")[0].split() if "_CPU_" in word or "HF_" in word
+    )
+    flags = printed[printed.index("--enforce-eager") :]
+    return f"{environment} {line} {flags}"
 
 
 @pytest.fixture(autouse=True)
