@@ -73,4 +73,4 @@ preflight-test:
 	@$(PYTHON) serving_plugin/preflight.py test $(GPU_FLAG) $(INSTALLED_FLAG)
 
 clean:  ## Remove what the pipeline, tests and demo made (not .venv)
-	rm -rf data models mlruns metrics plots reports logs dvc.lock .pytest_cache .mypy_cache .ruff_cache
+	rm -rf data models mlruns metrics plots reports logs .pytest_cache .mypy_cache .ruff_cache

@@ -284,13 +284,13 @@ def _use_shards_of(folder: Path, settings: dict[str, Any]) -> None:
             f"generate: {len(shards)} shards were made under other settings ({', '.join(changed)}): moved to {aside}, "
             f"where they wait for those settings; delete it when you do not need them"
         )
+    write_json(path, settings)  # before any shard of theirs is here: a kill must not leave shards under other settings
     earlier = _aside(folder, settings)
     if earlier.is_dir():
         for shard in sorted(earlier.glob("shard-*.jsonl")):
             shard.replace(folder / shard.name)
         earlier.rmdir()
         progress(f"generate: shards of these settings brought back from {earlier}")
-    write_json(path, settings)
 
 
 def _aside(folder: Path, settings: Any) -> Path:

@@ -108,8 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [python_problem(), memory_problem(MEMORY_NEEDED_GIB[options.goal])]
     if not options.gpu:
         found += [cpu_problem(), cores_problem()]
-    if options.goal == "demo":
-        found.append(port_problem(options.port, "make demo PORT=..."))
+    if options.goal == "demo":  # gateway or first plain server, second one, two instances, their side channels
+        ports = (options.port + offset for offset in (0, 1, 100, 101, 10_100, 10_101))
+        found += [port_problem(port, "make demo PORT=...") for port in ports]
     if not options.installed:
         found.append(disk_problem(Path.cwd()))
     problems = [problem for problem in found if problem]

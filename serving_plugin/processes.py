@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving_plugin.core.errors import ConfigurationError, LostInstanceError
+from serving_plugin.preflight import port_problem
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class Child:
             except subprocess.TimeoutExpired:
                 logger.warning("%s did not end within %.0f s and is killed", self.spec.name, grace_s)
         self._kill_group()
-        self.process.wait(5)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # unkillable: nothing more can be done, go on with others
+            self.process.wait(5)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -154,12 +156,9 @@ def is_up(url: str, timeout_s: float = 2.0) -> bool:
 
 def require_free_port(port: int, flag: str, host: str = "127.0.0.1") -> None:
     """Raise `ConfigurationError` naming `flag` if `port` is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(f"port {port} is taken ({error.strerror}); give another with {flag}") from None
+    problem = port_problem(port, flag, host)
+    if problem is not None:
+        raise ConfigurationError(problem)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

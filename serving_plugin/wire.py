@@ -25,6 +25,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 AGENT_PATH = "/tetri/agent"
 LEG_HEADER = "X-Tetri-Leg"
 REQUEST_ID_HEADER = "X-Request-Id"
+COMPLETION_DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for completions; chat has none
 
 
 class WireError(TetriError):

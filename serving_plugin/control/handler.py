@@ -185,7 +185,7 @@ class RequestHandler:
         row = job.row
         prefill_id = await self._choose_prefill(job)
         row.phase, row.prefill_instance, row.prefill_start_s = Phase.PREFILL, prefill_id, time.time()
-        body = prefill_body(job.body, job.is_chat, row.id, row.arrival_s)
+        body = prefill_body(job.body, job.is_chat, row.id, row.arrival_s, job.lost)
         async with self._leg(job, prefill_id, Leg.PREFILL, body) as answer:
             raw = await answer.read()
             if answer.status != 200:

@@ -36,7 +36,16 @@ STOP_GRACE_S = 20.0
 _WATCH_INTERVAL_S = 0.3
 
 # Set by tetri; a second value would silently lose against the first.
-_OWN_FLAGS = ("kv-transfer-config", "scheduler-cls", "host", "port", "served-model-name", "tensor-parallel-size")
+_OWN_FLAGS = (
+    "kv-transfer-config",
+    "scheduler-cls",
+    "host",
+    "port",
+    "served-model-name",
+    "tensor-parallel-size",
+    "data-parallel-size",  # one agent speaks for one engine
+    "api-server-count",
+)
 _SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-q": "quantization", "-dp": "data-parallel-size"}
 
 
@@ -49,7 +58,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """All that one instance's command line depends on. `core` pins a CPU instance, `devices` are a GPU instance's.
+    """All that one instance's command line depends on. `cores` pin a CPU instance, `devices` are a GPU instance's.
 
     `plugins` are other vLLM plugins to allow beside ours (`VLLM_PLUGINS` is an allow-list).
     """
@@ -63,7 +72,7 @@ class InstancePlan:
     tensor_parallel_size: int = 1
     kv_cache_gib: int = 1
     max_model_len: int = 2048
-    core: int | None = None
+    cores: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
     is_local_model: bool = False
     plugins: tuple[str, ...] = ()
@@ -102,8 +111,8 @@ def build_instance_command(plan: InstancePlan) -> tuple[dict[str, str], list[str
         environment["HF_HUB_OFFLINE"] = "1"
     if plan.device is Device.CPU:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(plan.kv_cache_gib)
-        if plan.core is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(plan.core)
+        if plan.cores:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, plan.cores))
     elif plan.devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(plan.devices)
     argv = ["vllm", "serve", plan.model, "--scheduler-cls", SCHEDULER_FACTORY]
@@ -196,7 +205,7 @@ def cluster_specs(plan: ClusterPlan, vllm: str = "vllm") -> dict[str, ChildSpec]
             (vllm, *argv[1:]),
             plan.log_dir / f"{name}.log",
             environment,
-            () if instance.core is None else (instance.core,),
+            instance.cores,
         )
     return specs
 

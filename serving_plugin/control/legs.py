@@ -1,14 +1,14 @@
 """The two legs of a split request: bodies (pure functions) and the client that sends them.
 
 The prefill leg asks for one token and for the KV cache to be kept; its answer says where to decode. The decode leg is
-the client's own body plus that answer, verbatim. Source: vLLM 0.32's disaggregation over HTTP; DESIGN.md, "Serving".
+the client's own body plus that answer, verbatim. Source: vLLM 0.32's disaggregation over HTTP; docs/architecture.md.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,12 @@ import aiohttp
 
 from serving_plugin.core.errors import LostInstanceError, TransferFailedError
 from serving_plugin.core.forecast import LengthRange
-from serving_plugin.wire import LEG_HEADER, REQUEST_ID_HEADER, Leg
+from serving_plugin.wire import COMPLETION_DEFAULT_MAX_TOKENS, LEG_HEADER, REQUEST_ID_HEADER, Leg
 
 logger = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
-# vLLM's default for completions (0.32, CompletionRequest.max_tokens); chat has none.
-COMPLETION_DEFAULT_MAX_TOKENS = 16
 _RESERVED_XARGS_PREFIX = "tetri_"
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
@@ -95,6 +93,8 @@ def unchecked_field(body: Mapping[str, Any]) -> str | None:
         value = body.get(name)
         if value is not None and type(value) not in kinds:
             return f"odd_{name}"
+    if body.get("stream_options") is not None and not body.get("stream"):
+        return "odd_stream_options"
     for name in ("max_tokens", "max_completion_tokens"):
         value = body.get(name)
         if value is not None and value < 1:
@@ -123,8 +123,13 @@ def estimate_prompt_tokens(body: Mapping[str, Any], is_chat: bool) -> int:
     return _estimate_text(prompt) if isinstance(prompt, str) else 1
 
 
-def prefill_body(body: Mapping[str, Any], is_chat: bool, request_id: str, arrival_s: float) -> Body:
-    """What P is asked: one token whatever it is, and to keep the KV cache for whoever P's dispatcher chooses."""
+def prefill_body(
+    body: Mapping[str, Any], is_chat: bool, request_id: str, arrival_s: float, exclude: Iterable[str] = ()
+) -> Body:
+    """What P is asked: one token whatever it is, and to keep the KV cache for whoever P's dispatcher chooses.
+
+    `exclude`: instances that failed this request already, which the dispatcher must not choose again.
+    """
     leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
     leg.update(stream=False, ignore_eos=True, max_tokens=1)
     if is_chat:
@@ -140,6 +145,8 @@ def prefill_body(body: Mapping[str, Any], is_chat: bool, request_id: str, arriva
         "remote_port": None,
         "tetri": {"request_id": request_id, "max_tokens": client_max_tokens(body, is_chat), "arrival_s": arrival_s},
     }
+    if excluded := sorted(exclude):
+        leg["kv_transfer_params"]["tetri"]["exclude"] = excluded
     return leg
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from serving_plugin.core.config import InstanceSettings
+from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
 from serving_plugin.engine.dispatcher import Dispatcher
@@ -74,11 +75,22 @@ class Agent:
             ConfigurationError: the predictor cannot be loaded, or was trained for another target.
         """
         self._receiver.start()
+        await self._first_snapshot()
         if self.settings.prediction.model is not None and self.role is Role.PREFILL:
             self.predictor = PredictorProcess(self.settings.prediction, self._model_names[-1])
             info = await self.predictor.start()
             logger.info("length predictor: %s", info)
         self._thread.start()
+
+    async def _first_snapshot(self) -> None:
+        deadline_s = time.monotonic() + FIRST_SNAPSHOT_TIMEOUT_S
+        while self._snapshot is None:
+            if time.monotonic() > deadline_s:
+                raise ConfigurationError(
+                    f"no load snapshot from EngineCore within {FIRST_SNAPSHOT_TIMEOUT_S:.0f} s: "
+                    f"is --scheduler-cls serving_plugin.engine.scheduler.make_scheduler on the command line?"
+                )
+            await asyncio.sleep(0.05)
 
     def close(self) -> None:
         """Stop threads and the predictor within a bound."""
@@ -110,7 +122,8 @@ class Agent:
                 forecast=in_force,
                 length_range=length_range,
                 is_heavy_decode=is_heavy,
-            )
+            ),
+            exclude=frozenset(map(str, meta.get("exclude") or ())),
         )
         decode_id, decode_url = chosen or (None, None)
         return {
@@ -199,18 +212,25 @@ class Agent:
             pause_s = min(RECONNECT_MAX_S, pause_s * 2)
 
     async def _talk(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
-        reporting = asyncio.create_task(self._report(socket, gateway))
+        """Report and listen until either ends: a connection that does only one of them is dialled again."""
+        halves = [asyncio.create_task(self._report(socket, gateway)), asyncio.create_task(self._listen(socket))]
         try:
-            async for message in socket:
-                if message.type is not aiohttp.WSMsgType.TEXT:
-                    break
-                received = decode(message.data)
-                if isinstance(received, LoadBroadcast):
-                    self.dispatcher.update(received.loads, received.urls)
-                    self.dispatcher.update_history(received.recent_lengths_tokens)
+            done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            for half in done:
+                half.result()
         finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            for half in halves:
+                half.cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+
+    async def _listen(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
+            received = decode(message.data)
+            if isinstance(received, LoadBroadcast):
+                self.dispatcher.update(received.loads, received.urls)
+                self.dispatcher.update_history(received.recent_lengths_tokens)
 
     async def _report(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
         while True:

@@ -67,9 +67,12 @@ class Dispatcher:
         is_heavy = clipped.is_heavy(settings.heavy_decode_over_tokens)
         return clipped, source, clipped.range(settings.coverage), is_heavy
 
-    def choose(self, request: RequestInfo) -> tuple[str, str] | None:
-        """(id, base URL) of the decode instance for `request`, or None when no READY one is known."""
-        loads = self._loads
+    def choose(self, request: RequestInfo, exclude: frozenset[str] = frozenset()) -> tuple[str, str] | None:
+        """(id, base URL) of the decode instance for `request`, or None when no READY one is known.
+
+        `exclude`: instances that already failed this request; our table may not know yet.
+        """
+        loads = tuple(load for load in self._loads if load.id not in exclude)
         self._drop_outdated_promises(loads)
         promised = {instance_id: kept.promise for instance_id, kept in self._promised.items()}
         chosen = self._policy(request, loads, promised, self._rng)
@@ -88,9 +91,4 @@ class Dispatcher:
 
     def _promise(self, load: InstanceLoad, request: RequestInfo) -> None:
         kept = self._promised.setdefault(load.id, _Promised(load.incarnation, load.sequence))
-        more = promise_for(request, load.block_size_tokens)
-        kept.promise = Promise(
-            kept.promise.num_blocks + more.num_blocks,
-            kept.promise.num_heavy + more.num_heavy,
-            kept.promise.num_light + more.num_light,
-        )
+        kept.promise += promise_for(request, load.block_size_tokens)

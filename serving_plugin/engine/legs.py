@@ -16,7 +16,7 @@ from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import Role
 from serving_plugin.engine.agent import Agent
 from serving_plugin.engine.load_feed import unix_now_s
-from serving_plugin.wire import LEG_HEADER, Leg
+from serving_plugin.wire import COMPLETION_DEFAULT_MAX_TOKENS, LEG_HEADER, Leg
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 LEG_PATHS = ("/v1/completions", "/v1/chat/completions")
-DEFAULT_COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default for /v1/completions
 _HEADER = LEG_HEADER.lower().encode()
 
 
@@ -81,7 +80,7 @@ class LegMiddleware:
                 return
             # Parallel mode: the forecast is usually here by now; late ones are replaced by history (never a hang).
             await asyncio.wait([forecasting], timeout=wait_s)
-            forecast, forecast_ready_s = forecasting.result() if forecasting.done() else (None, unix_now_s())
+            forecast, forecast_ready_s = _result(forecasting, str(meta["request_id"]))
             answer = json.loads(capture.body)
             self._add_decision(agent, body, answer, forecast, forecast_ready_s)
             await capture.pass_on(send, json.dumps(answer).encode())
@@ -115,13 +114,26 @@ class LegMiddleware:
             }
             return
         max_tokens = meta.get("max_tokens") or (
-            DEFAULT_COMPLETION_MAX_TOKENS
+            COMPLETION_DEFAULT_MAX_TOKENS
             if "messages" not in body
             else max(1, self._max_model_len() - int(meta["num_prompt_tokens"]))
         )
         decision = agent.dispatch(meta, forecast, max_tokens)
         decision["times"]["forecast_ready_s"] = forecast_ready_s if forecast is not None else None
         params["tetri"] = decision
+
+
+def _result(
+    forecasting: asyncio.Task[tuple[LengthForecast | None, float]], request_id: str
+) -> tuple[LengthForecast | None, float]:
+    """The forecast if it is there; a late or failed one is logged and history takes its place."""
+    if not forecasting.done():
+        logger.warning("request %s: the length forecast is late; history is used", request_id)
+    elif (error := forecasting.exception()) is not None:
+        logger.warning("request %s: the length forecast failed (%r); history is used", request_id, error)
+    else:
+        return forecasting.result()
+    return None, unix_now_s()
 
 
 def prompt_text(body: Mapping[str, Any], decode_tokens: Callable[[list[int]], str]) -> str:

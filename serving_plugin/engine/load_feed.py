@@ -21,6 +21,8 @@ from typing import Any
 
 import zmq
 
+from serving_plugin.core.errors import ConfigurationError
+
 logger = logging.getLogger(__name__)
 
 BUSY_WINDOW_S = 60.0
@@ -132,32 +134,43 @@ class LoadReceiver:
     def __init__(self, engine_id: str, on_message: Callable[[EngineSnapshot, list[TransferEvent]], None]) -> None:
         self._endpoint = feed_endpoint(engine_id)
         self._on_message = on_message
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._receive, name="tetri-load-receiver", daemon=True)
 
     def start(self) -> None:
-        """Bind and begin; a stale socket file of a dead process is replaced by ZeroMQ."""
+        """Bind and begin; a stale socket file of a dead process is replaced by ZeroMQ.
+
+        Raises:
+            ConfigurationError: the address cannot be bound.
+        """
+        self._socket.setsockopt(zmq.RCVTIMEO, 500)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigurationError(
+                f"cannot bind {self._endpoint} ({error}); a shorter TMPDIR (an ipc path has at most 107 bytes) may help"
+            ) from None
         self._thread.start()
 
     def close(self) -> None:
         """Stop within a second and remove the socket file."""
         self._stopped.set()
-        self._thread.join(timeout=2.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
         Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _receive(self) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVTIMEO, 500)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(self._endpoint)
+        # The socket was bound by `start` and belongs to this thread from here on.
         while not self._stopped.is_set():
             try:
-                raw: dict[str, Any] = json.loads(socket.recv_string())
+                raw: dict[str, Any] = json.loads(self._socket.recv_string())
             except zmq.Again:
                 continue
             events = [TransferEvent(**event) for event in raw["events"]]
             self._on_message(EngineSnapshot(**raw["snapshot"]), events)
-        socket.close()
+        self._socket.close()
 
 
 def unix_now_s() -> float:

@@ -34,6 +34,7 @@ class PredictorProcess:
         self._target_model = target_model
         self._child: Child | None = None
         self._client: PredictorClient | None = None
+        self._is_reported_dead = False
         self.info: dict[str, Any] = {}
 
     async def start(self) -> dict[str, Any]:
@@ -63,12 +64,23 @@ class PredictorProcess:
 
     @property
     def description(self) -> str:
-        """Name and version for status pages."""
+        """Name and version for status pages; says so if it is dead."""
+        if self._is_reported_dead:
+            return "dead: history forecasts"
         return f"{self.info.get('name', '?')} v{self.info.get('version', '?')}"
 
     async def forecast(self, request_id: str, text: str) -> LengthForecast | None:
         """The forecast of `text`, or None when it failed. The caller bounds its own wait."""
-        if self._client is None:
+        if self._client is None or self._child is None:
+            return None
+        if (code := self._child.exit_code()) is not None:
+            if not self._is_reported_dead:
+                self._is_reported_dead = True
+                logger.error(
+                    "length predictor ended with code %s; history forecasts until this instance is restarted: %s",
+                    code,
+                    self._child.log_tail(1),
+                )
             return None
         return await self._client.forecast(request_id, text, FORECAST_TIMEOUT_S)
 

@@ -53,6 +53,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         self.tetri_tracker = RequestTracker(settings.forecast)
         self.tetri_totals = {"num_prompt_tokens_computed": 0, "num_prompt_tokens_loaded": 0, "num_output_tokens": 0}
         self._order = resolve_policy("order", settings.order.policy)
+        self._chunk = resolve_policy("chunk", settings.chunk.policy)
         self._admit = resolve_policy("admit", settings.admit.policy)
         self._round_ids: list[str] = []
         self._num_vetoed_tokens = 0
@@ -66,8 +67,8 @@ class TetriSchedulerMixin(_SchedulerBase):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step: offer the admissible queue, let vLLM schedule it, restore the full queue."""
         full = list(self.waiting)
-        self.max_num_scheduled_tokens = self._step_token_budget()
         offered = self._offered(full) if full else []
+        self.max_num_scheduled_tokens = self._step_token_budget(offered)
         self.waiting = _queue_of(self.policy, offered)
         try:
             output = super().schedule(*args, **kwargs)
@@ -135,13 +136,20 @@ class TetriSchedulerMixin(_SchedulerBase):
 
     # Decisions, all of them in core
 
-    def _step_token_budget(self) -> int:
+    def _step_token_budget(self, offered: list[Request]) -> int:
+        """Decodes plus one chunk, as long as the chunk policy makes it of the prompts in their order."""
         chunk_tokens = self.tetri_settings.chunk.chunk_tokens
         limit = self.scheduler_config.max_num_batched_tokens
         if chunk_tokens == 0:
             return limit
-        num_decodes = sum(not request.is_prefill_chunk for request in self.running)
-        return step_token_budget(num_decodes, chunk_tokens, limit)
+        prefilling = [request for request in self.running if request.is_prefill_chunk]
+        prompt_tokens_left = [
+            max(0, request.num_tokens - request.num_computed_tokens)
+            for request in (*prefilling, *self.kv_holding_waiting, *offered)
+        ]
+        num_prompt_tokens = sum(self._chunk(prompt_tokens_left, chunk_tokens))
+        num_decode_tokens = (len(self.running) - len(prefilling)) * (1 + self.num_spec_tokens)
+        return step_token_budget(num_decode_tokens, max(1, num_prompt_tokens), limit)
 
     def _offered(self, full: list[Request]) -> list[Request]:
         """The requests that vLLM may schedule now, in order: preempted ones first, then what the role's policy says."""
@@ -160,10 +168,15 @@ class TetriSchedulerMixin(_SchedulerBase):
         sched_batch = self.tetri_settings.order.sched_batch
         ordered: list[str] = []
         current = self._round_ids
-        while queue:  # a chunk may hold prompts of several rounds, so later rounds follow the current one
+        room = self.scheduler_config.max_num_batched_tokens
+        # A chunk may hold prompts of several rounds, so later ones follow the current, as far as a step can reach.
+        while queue and room > 0:
             ids = next_round(queue, current, self._order, sched_batch)
+            if not ids:  # a policy of the user's that lost requests: they are served in arrival order
+                ids = [prompt.id for prompt in queue]
             if not ordered:
                 self._round_ids = ids
+            room -= sum(by_id[request_id].num_tokens for request_id in ids)
             ordered += ids
             taken = set(ids)
             queue = [prompt for prompt in queue if prompt.id not in taken]
@@ -194,7 +207,8 @@ class TetriSchedulerMixin(_SchedulerBase):
             is_aged = tracked.vetoed_since_s is not None and (
                 now_s - tracked.vetoed_since_s > self.tetri_settings.admit.max_veto_s
             )
-            admit = fits_now if is_aged else self._admit
+            # On an empty instance vLLM's own rule decides, so that a prompt which only just fits never waits for ever.
+            admit = _anything if not pool.active else fits_now if is_aged else self._admit
             if not blocked_by_aged and admit(newcomer, pool):
                 admitted.append(request)
                 pool = _with_newcomer(pool, newcomer)
@@ -335,6 +349,10 @@ def make_scheduler(**kwargs: Any) -> TetriSchedulerMixin:
     """`--scheduler-cls serving_plugin.engine.scheduler.make_scheduler`: the mixin over the class vLLM would take."""
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (TetriAsyncScheduler if is_async else TetriScheduler)(**kwargs)
+
+
+def _anything(newcomer: Newcomer, pool: DecodePool) -> bool:
+    return True
 
 
 def _queue_of(policy: SchedulingPolicy, requests: Iterable[Request]) -> Any:

@@ -36,7 +36,7 @@ from serving_plugin.core.types import Role
 from serving_plugin.processes import ChildSpec, free_port
 
 SETTINGS = InstanceSettings(Role.PREFILL, "prefill-0", "http://127.0.0.1:8100", ("http://127.0.0.1:8000",))
-PLAN = InstancePlan("/m/tiny", SETTINGS, Device.CPU, "127.0.0.1", 8100, core=1, is_local_model=True)
+PLAN = InstancePlan("/m/tiny", SETTINGS, Device.CPU, "127.0.0.1", 8100, cores=(1,), is_local_model=True)
 
 
 @pytest.fixture
@@ -75,9 +75,7 @@ def test_the_canonical_command_line():
 
 
 def test_on_gpus_devices_are_handed_out_and_vllm_keeps_its_defaults():
-    plan = replace(
-        PLAN, device=Device.CUDA, core=None, devices=("2", "3"), tensor_parallel_size=2, is_local_model=False
-    )
+    plan = replace(PLAN, device=Device.CUDA, cores=(), devices=("2", "3"), tensor_parallel_size=2, is_local_model=False)
     environment, argv = build_instance_command(replace(plan, served_model_name="m"))
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert not environment.keys() & {"VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE"}
