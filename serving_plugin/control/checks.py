@@ -23,11 +23,14 @@ GIB = 1 << 30
 INSTANCE_BASE_BYTES = int(2.9 * GIB)
 PREDICTOR_BYTES = int(0.6 * GIB)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_HUB_TIMEOUT_S = 10.0
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def check_cluster(plan: ClusterPlan) -> None:
     """Everything that can be known before a process starts. Raises `ConfigurationError`."""
+    if not plan.instances[0].is_local_model:
+        check_hub_model(plan.instances[0].model)
     for instance in plan.instances:
         check_policies(instance.settings)
     resolve_policy("place", plan.gateway.place)
@@ -42,6 +45,8 @@ def check_cluster(plan: ClusterPlan) -> None:
 
 def check_instance(plan: InstancePlan) -> None:
     """The same for one instance on its own."""
+    if not plan.is_local_model:
+        check_hub_model(plan.model)
     require_free_port(plan.port, "--port", plan.host)
     require_free_port(plan.side_channel_port, "--port")
     if plan.device is Device.CPU:
@@ -67,6 +72,21 @@ def check_model(model: str) -> bool:
             f"`python -m pipeline.target` makes the demo's target"
         )
     return False
+
+
+def check_hub_model(model: str) -> None:
+    """The model is in the local cache or on the hub, before vLLM spends a minute to find out that it is not."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # the client has no common root for unknown models, no network and offline mode
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(
+            f"model {model!r} is no folder, not cached and not found on the hub ({reason[:160]}): give a model folder"
+        ) from None
 
 
 def max_model_len(model: str, limit: int) -> int:

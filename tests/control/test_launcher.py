@@ -165,12 +165,33 @@ def test_the_printed_line_is_what_would_run(app):
 )
 def test_bad_input_is_one_clear_line(app, arguments, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path)
     if arguments[0] == "serve":
         arguments = [*arguments[:2], "--port", str(free_port()), *arguments[2:]]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, ConfigurationError), result.output
     assert words in str(result.exception) and "\n" not in str(result.exception)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def make_model_folder(folder: Path) -> None:
+    """A model folder `m`, as far as the checks look into it."""
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text("{}")
+
+
+def test_a_name_that_the_hub_does_not_know_is_said_before_long_work(app, monkeypatch, tmp_path):
+    import huggingface_hub
+
+    def unknown(self, name, timeout):
+        raise OSError("404: no such model\nmore")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unknown)
+    result = CliRunner().invoke(app, ["serve", "nobody/nothing", "--predictor", "none", "--port", str(free_port())])
+    assert isinstance(result.exception, ConfigurationError), result.output
+    assert "'nobody/nothing'" in str(result.exception) and "no such model" in str(result.exception)
+    assert "\n" not in str(result.exception)
 
 
 def test_a_predictor_of_another_target_is_refused(monkeypatch):
@@ -320,6 +341,7 @@ def test_a_signal_stops_everything_with_exit_code_0(tmp_path, signum):
 def test_tetri_serve_from_start_to_ctrl_c(tmp_path):
     """The whole command with a stand-in for vLLM: ready line, a request through both legs, Ctrl-C, nothing left."""
     here, port = Path(__file__).parent, free_port()
+    make_model_folder(tmp_path)
     fake = tmp_path / "vllm"
     fake.write_text(f'#!/bin/sh\nexec {sys.executable} {here / "fake_vllm.py"} "$@"\n')
     fake.chmod(0o755)
