@@ -20,7 +20,7 @@ from typing import Any
 from serving_plugin.core.errors import TetriError
 from serving_plugin.core.types import InstanceLoad, Role
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 AGENT_PATH = "/tetri/agent"
 LEG_HEADER = "X-Tetri-Leg"
@@ -81,13 +81,15 @@ class LoadBroadcast:
     """Every load that a gateway knows, with the base URL of each instance by id.
 
     `recent_lengths_tokens` are the output lengths of the last finished requests: the history forecast of whoever has no
-    other.
+    other. `is_forecast_trusted` False: what the length predictor says has drifted (this gateway's drift watch), so that
+    history takes its place.
     """
 
     loads: tuple[InstanceLoad, ...]
     urls: Mapping[str, str]
     sent_at_s: float
     recent_lengths_tokens: tuple[int, ...] = ()
+    is_forecast_trusted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from serving_plugin.core.config import (
     PredictionSettings,
     TransferSettings,
 )
+from serving_plugin.core.drift import DEFAULT_BAND, DEFAULT_WINDOW
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.types import Role
 
@@ -58,6 +60,23 @@ MaxVetoS = Annotated[float, typer.Option(help="Longest veto of an admission.", r
 Predictor = Annotated[
     str,
     typer.Option(help="models:/NAME@ALIAS, models:/NAME/VERSION, a folder, or none.", rich_help_panel=_PREDICTION),
+]
+ShadowPredictor = Annotated[
+    str,
+    typer.Option(
+        help="Asked too, only its error is recorded: models:/length-predictor@challenger, or as --predictor.",
+        rich_help_panel=_PREDICTION,
+    ),
+]
+DriftBand = Annotated[
+    float,
+    typer.Option(
+        help="Allowed distance of the forecasts' coverage from its nominal value; beyond it history rules. 0: never.",
+        rich_help_panel=_PREDICTION,
+    ),
+]
+DriftWindow = Annotated[
+    int, typer.Option(help="Finished requests that the coverage is taken over.", rich_help_panel=_PREDICTION)
 ]
 TrackingUri = Annotated[
     str | None,
@@ -130,12 +149,15 @@ def serve(
     admit: AdmitName = "reserve_dynamic",
     max_veto_s: MaxVetoS = 10.0,
     predictor: Predictor = _DEFAULT_PREDICTOR,
+    shadow_predictor: ShadowPredictor = NO_PREDICTOR,
     tracking_uri: TrackingUri = None,
     prediction_mode: PredictionMode = "parallel",
     cutting_limit_tokens: CuttingLimit = 512,
     allow_other_target: AllowOtherTarget = False,
     forecast_range: ForecastRange = "argmax",
     coverage: Coverage = 0.9,
+    drift_band: DriftBand = DEFAULT_BAND,
+    drift_window: DriftWindow = DEFAULT_WINDOW,
     link: Link = None,
 ) -> None:
     """Serve MODEL with prefill and decode instances behind one OpenAI-compatible gateway, on this machine.
@@ -160,7 +182,9 @@ def serve(
     first_port = instance_port or port + 100
     wanted = roles(prefill, decode)
     pins = _pins(device, len(wanted), tensor_parallel_size)
-    prediction = _prediction(predictor, tracking_uri, prediction_mode, cutting_limit_tokens, allow_other_target)
+    prediction = _prediction(
+        predictor, tracking_uri, prediction_mode, cutting_limit_tokens, allow_other_target, shadow_predictor
+    )
     plans = tuple(
         InstancePlan(
             model=model,
@@ -192,10 +216,14 @@ def serve(
         )
         for i, (role, name) in enumerate(wanted)
     )
-    settings = GatewaySettings(host=host, port=port, max_open_requests=max_open_requests)
+    settings = GatewaySettings(
+        host=host, port=port, max_open_requests=max_open_requests, drift_band=drift_band, drift_window=drift_window
+    )
     plan = ClusterPlan(settings, plans, log_dir, ready_timeout_s)
     checks.check_cluster(plan)
     _check_predictor(prediction, model)
+    if not _shadow_can_run(prediction, model):
+        plan = replace(plan, instances=tuple(_without_shadow(instance) for instance in plan.instances))
     raise typer.Exit(_run(plan))
 
 
@@ -223,6 +251,7 @@ def instance(
     admit: AdmitName = "reserve_dynamic",
     max_veto_s: MaxVetoS = 10.0,
     predictor: Predictor = _DEFAULT_PREDICTOR,
+    shadow_predictor: ShadowPredictor = NO_PREDICTOR,
     tracking_uri: TrackingUri = None,
     prediction_mode: PredictionMode = "parallel",
     cutting_limit_tokens: CuttingLimit = 512,
@@ -246,7 +275,9 @@ def instance(
     from serving_plugin.control.launcher import InstancePlan, base_url, build_instance_command
 
     device = checks.detect_device()
-    prediction = _prediction(predictor, tracking_uri, prediction_mode, cutting_limit_tokens, allow_other_target)
+    prediction = _prediction(
+        predictor, tracking_uri, prediction_mode, cutting_limit_tokens, allow_other_target, shadow_predictor
+    )
     settings = InstanceSettings(
         role=role,
         instance_id=instance_id or f"{role}-{port}",
@@ -283,6 +314,8 @@ def instance(
     checks.check_instance(plan)
     if role is Role.PREFILL:
         _check_predictor(prediction, model)
+        if not _shadow_can_run(prediction, model):
+            environment, argv = build_instance_command(_without_shadow(plan))
     _become(plan, environment, argv)
 
 
@@ -295,6 +328,8 @@ def gateway(
     history_size: Annotated[int, typer.Option(min=1, help="Finished requests that /tetri/requests keeps.")] = 10_000,
     place: Annotated[str, typer.Option(help="Placement policy: least_load.")] = "least_load",
     bypass: Annotated[str, typer.Option(help="Which requests run whole: never (only those that must).")] = "never",
+    drift_band: DriftBand = DEFAULT_BAND,
+    drift_window: DriftWindow = DEFAULT_WINDOW,
 ) -> None:
     """Run only a gateway; instances dial in (`tetri instance --gateway URL`).
 
@@ -318,6 +353,8 @@ def gateway(
         max_open_requests=max_open_requests,
         request_timeout_s=request_timeout_s,
         history_size=history_size,
+        drift_band=drift_band,
+        drift_window=drift_window,
     )
     asyncio.run(serve_gateway(settings))
 
@@ -344,10 +381,16 @@ def shell_line(environment: dict[str, str], argv: list[str]) -> str:
 
 
 def _prediction(
-    predictor: str, tracking_uri: str | None, mode: str, cutting_limit_tokens: int, allow_other_target: bool
+    predictor: str,
+    tracking_uri: str | None,
+    mode: str,
+    cutting_limit_tokens: int,
+    allow_other_target: bool,
+    shadow_predictor: str = NO_PREDICTOR,
 ) -> PredictionSettings:
     return PredictionSettings(
         model=None if predictor == NO_PREDICTOR else predictor,
+        shadow_model=None if shadow_predictor == NO_PREDICTOR else shadow_predictor,
         tracking_uri=tracking_uri,
         mode=mode,
         cutting_limit_tokens=cutting_limit_tokens,
@@ -357,20 +400,41 @@ def _prediction(
 
 def _check_predictor(prediction: PredictionSettings, model: str) -> None:
     """The predictor can be found and is one of the served model's, before any instance starts."""
+    if prediction.model is not None:
+        _find_predictor(prediction.model, "--predictor", prediction, model)
+
+
+def _find_predictor(uri: str, flag: str, prediction: PredictionSettings, model: str) -> None:
+    """Raises `ConfigurationError`, with `flag` as the cure, if `uri` is no predictor of the served model."""
     from serving_plugin.predictor.registry import resolve_model_in_child
     from serving_plugin.predictor.target import same_target
 
-    if prediction.model is None:
-        return
     try:
-        resolved = resolve_model_in_child(prediction.model, prediction.tracking_uri)
+        resolved = resolve_model_in_child(uri, prediction.tracking_uri)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{error}; or serve without one: --predictor {NO_PREDICTOR}") from None
+        raise ConfigurationError(f"{error}; or serve without one: {flag} {NO_PREDICTOR}") from None
     if not prediction.allow_other_target and not same_target(resolved.target_model, model):
         raise ConfigurationError(
-            f"predictor {prediction.model} was trained for {resolved.target_model!r}, not {model!r}: "
-            f"give another with --predictor, or --allow-other-target"
+            f"predictor {uri} was trained for {resolved.target_model!r}, not {model!r}: "
+            f"give another with {flag}, or --allow-other-target"
         )
+
+
+def _shadow_can_run(prediction: PredictionSettings, model: str) -> bool:
+    """Whether there is nothing against the shadow predictor; what there is, is said in one line and no more."""
+    if prediction.shadow_model is None:
+        return True
+    try:
+        _find_predictor(prediction.shadow_model, "--shadow-predictor", prediction, model)
+    except ConfigurationError as error:
+        typer.echo(f"no shadow predictor runs: {error}", err=True)
+        return False
+    return True
+
+
+def _without_shadow(plan: InstancePlan) -> InstancePlan:
+    prediction = replace(plan.settings.prediction, shadow_model=None)
+    return replace(plan, settings=replace(plan.settings, prediction=prediction))
 
 
 def _pins(device: Device, num_instances: int, group_size: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:

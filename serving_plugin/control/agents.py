@@ -9,6 +9,7 @@ import time
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from serving_plugin.control.forecasts import ForecastMonitor
 from serving_plugin.control.metrics import GatewayMetrics
 from serving_plugin.control.monitor import Monitor
 from serving_plugin.control.request_table import RequestTable
@@ -40,12 +41,14 @@ class AgentDoor:
         monitor: Monitor,
         table: RequestTable,
         metrics: GatewayMetrics,
+        forecasts: ForecastMonitor,
         gateway_id: str,
         broadcast_interval_s: float,
     ) -> None:
         self._monitor = monitor
         self._table = table
         self._metrics = metrics
+        self._forecasts = forecasts
         self._gateway_id = gateway_id
         self._interval_s = broadcast_interval_s
         self._sockets: set[web.WebSocketResponse] = set()
@@ -116,7 +119,9 @@ class AgentDoor:
         """The broadcast of this interval, encoded once for all agents."""
         now_s = time.monotonic()
         if now_s - self._text_made_s > self._interval_s / 2:
-            broadcast = self._monitor.broadcast(time.time(), self._table.recent_lengths_tokens)
+            broadcast = self._monitor.broadcast(
+                time.time(), self._table.recent_lengths_tokens, self._forecasts.is_trusted
+            )
             self._text, self._text_made_s = encode(broadcast), now_s
         return self._text
 

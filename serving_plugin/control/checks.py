@@ -124,12 +124,14 @@ def check_memory(instances: Iterable[InstancePlan], available: int) -> None:
 
 
 def instance_bytes(plan: InstancePlan) -> int:
-    """Estimated resident memory of one CPU instance, its predictor included."""
+    """Estimated resident memory of one CPU instance, its predictors included."""
     folder = Path(plan.model).expanduser()
     files = folder.iterdir() if folder.is_dir() else ()
     weights = sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
-    predictor = PREDICTOR_BYTES if plan.settings.role is Role.PREFILL and plan.settings.prediction.model else 0
-    return INSTANCE_BASE_BYTES + weights + plan.kv_cache_gib * GIB + predictor
+    prediction = plan.settings.prediction
+    models = (prediction.model, prediction.shadow_model) if plan.settings.role is Role.PREFILL else ()
+    predictors = PREDICTOR_BYTES * sum(model is not None for model in models)
+    return INSTANCE_BASE_BYTES + weights + plan.kv_cache_gib * GIB + predictors
 
 
 def detect_device() -> Device:

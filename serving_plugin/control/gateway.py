@@ -21,6 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from serving_plugin.control.agents import AgentDoor
+from serving_plugin.control.forecasts import ForecastMonitor
 from serving_plugin.control.handler import RequestHandler
 from serving_plugin.control.http_errors import translate_errors
 from serving_plugin.control.legs import LegClient
@@ -47,14 +48,22 @@ class Gateway:
         self.settings = settings
         self.monitor = Monitor()
         self.table = RequestTable(settings.history_size)
-        self.metrics = GatewayMetrics(self.monitor)
+        self.forecasts = ForecastMonitor(settings.drift())
+        self.metrics = GatewayMetrics(self.monitor, self.forecasts)
         self.client = LegClient(settings.connect_timeout_s, settings.request_timeout_s, self.metrics.count_retry)
         self.agents = AgentDoor(
-            self.monitor, self.table, self.metrics, settings.gateway_id, settings.broadcast_interval_s
+            self.monitor,
+            self.table,
+            self.metrics,
+            self.forecasts,
+            settings.gateway_id,
+            settings.broadcast_interval_s,
         )
         self._started_s = time.time()
         self._cards: dict[str, dict[str, Any]] = {}
-        self._handler = RequestHandler(settings, self.monitor, self.table, self.metrics, self.client, place, bypass)
+        self._handler = RequestHandler(
+            settings, self.monitor, self.table, self.metrics, self.forecasts, self.client, place, bypass
+        )
 
     def app(self) -> web.Application:
         """The aiohttp application with all routes."""
@@ -119,6 +128,8 @@ class Gateway:
                 "phases": self.table.phases(),
                 "instances": [_describe(instance, now_s) for instance in self.monitor.instances()],
                 "lost": [dataclasses.asdict(hello) for hello in self.monitor.lost()],
+                "is_forecast_trusted": self.forecasts.is_trusted,
+                "forecasts": [dataclasses.asdict(figures) for figures in self.forecasts.figures()],
             }
         )
 

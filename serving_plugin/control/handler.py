@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from serving_plugin.control.forecasts import ForecastMonitor
 from serving_plugin.control.http_errors import error_body
 from serving_plugin.control.legs import (
     Body,
@@ -89,6 +90,7 @@ class RequestHandler:
         monitor: Monitor,
         table: RequestTable,
         metrics: GatewayMetrics,
+        forecasts: ForecastMonitor,
         client: LegClient,
         place: PlacePolicy,
         bypass: BypassPolicy,
@@ -97,6 +99,7 @@ class RequestHandler:
         self._monitor = monitor
         self._table = table
         self._metrics = metrics
+        self._forecasts = forecasts
         self._client = client
         self._place = place
         self._bypass = bypass
@@ -135,7 +138,10 @@ class RequestHandler:
             logger.warning("%s: %s", row.id, error)
             raise
         finally:
-            self._metrics.observe(self._table.close(row, outcome))
+            record = self._table.close(row, outcome)
+            self._metrics.observe(record)
+            if record.outcome is Outcome.OK and record.num_output_tokens > 0:
+                self._forecasts.observe(row.summaries, record.num_output_tokens)
 
     async def _read(self, http: web.Request, row: Row, is_chat: bool) -> _Job:
         """Check the little that a gateway must know of a body; vLLM checks the rest."""
@@ -193,6 +199,7 @@ class RequestHandler:
         row.prefill_end_s = time.time()
         prefilled = parse_prefill_answer(raw, prefill_id)
         _record_prefill(row, prefilled)
+        row.summaries = self._forecasts.read(prefilled.summaries, row.id)
         if prefilled.decode_url is None or prefilled.decode_id is None:
             raise NoInstanceError(f"no decode instance takes the request: {prefilled.error or 'none is ready'}")
         row.phase, row.decode_instance, job.asked = Phase.DECODE, prefilled.decode_id, Role.DECODE

@@ -157,7 +157,10 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """P's answer: the reference to the KV cache, and its dispatcher's choice (`decode_url` None: `error` says why)."""
+    """P's answer: the reference to the KV cache, and its dispatcher's choice (`decode_url` None: `error` says why).
+
+    `summaries`: what its length predictors said, unread; not part of `kv_transfer_params`, since D needs none of it.
+    """
 
     kv_transfer_params: Body
     decode_id: str | None
@@ -166,6 +169,7 @@ class PrefillAnswer:
     length_range: LengthRange | None
     num_prompt_tokens: int | None
     times_s: Mapping[str, float]
+    summaries: object = None
 
 
 def parse_prefill_answer(raw: bytes, instance_id: str) -> PrefillAnswer:
@@ -187,6 +191,7 @@ def parse_prefill_answer(raw: bytes, instance_id: str) -> PrefillAnswer:
             length_range=LengthRange(*map(int, bounds)) if bounds else None,
             num_prompt_tokens=tetri.get("num_prompt_tokens"),
             times_s={name: float(at) for name, at in times.items() if at is not None},
+            summaries=tetri.pop("summaries", None),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TransferFailedError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
+from serving_plugin.control.forecasts import ForecastMonitor
 from serving_plugin.control.monitor import Monitor
+from serving_plugin.core.drift import DriftFigures
 from serving_plugin.core.types import InstanceLoad, InstanceState, RequestRecord, Role
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -29,13 +31,22 @@ _LOAD_GAUGES: dict[str, Callable[[InstanceLoad], float]] = {
     "role_epoch": lambda load: load.role_epoch,
 }
 
+_FORECAST_GAUGES: dict[str, tuple[str, Callable[[DriftFigures], float | None]]] = {
+    "coverage": ("Share of recent replies within the forecast's upper bound", lambda figures: figures.coverage),
+    "nominal_coverage": ("What the rolling coverage should be", lambda figures: figures.nominal_coverage),
+    "mae_tokens": ("Mean absolute error of the forecast's median", lambda figures: figures.mae_tokens),
+    "interval_tokens": ("Mean width of the forecast's central interval", lambda figures: figures.interval_tokens),
+    "kendall_tau": ("Rank correlation of forecast mean and actual length", lambda figures: figures.tau),
+}
+
 
 class GatewayMetrics:
-    """What the gateway counts itself, and a view of the monitor at scrape time."""
+    """What the gateway counts itself, and a view of monitor and drift watch at scrape time."""
 
-    def __init__(self, monitor: Monitor) -> None:
+    def __init__(self, monitor: Monitor, forecasts: ForecastMonitor) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_InstanceCollector(monitor))
+        registry.register(_ForecastCollector(forecasts))
         self._requests = Counter("tetri_requests", "Finished requests by outcome", ["outcome"], registry=registry)
         self._whole = Counter(
             "tetri_whole_requests", "Requests run whole on one instance, by reason", ["reason"], registry=registry
@@ -111,6 +122,47 @@ class _InstanceCollector(Collector):
             if instance.hello.predictor is not None:
                 predictor.add_metric([instance.hello.instance_id], {"version": instance.hello.predictor})
         yield predictor
+
+
+class _ForecastCollector(Collector):
+    """The drift watch when scraped: a model that is served no more leaves no stale series."""
+
+    def __init__(self, forecasts: ForecastMonitor) -> None:
+        self._forecasts = forecasts
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        forecasts, all_figures = self._forecasts, self._forecasts.figures()
+        trusted = GaugeMetricFamily(
+            "tetri_forecast_trusted", "1: length forecasts are in use; 0: they drifted, history is"
+        )
+        trusted.add_metric([], int(forecasts.is_trusted))
+        yield trusted
+        transitions = CounterMetricFamily(
+            "tetri_forecast_transitions", "Falls back to history, and returns to forecasts", labels=["to"]
+        )
+        for to, number in forecasts.num_transitions.items():
+            transitions.add_metric([to], number)
+        yield transitions
+        malformed = CounterMetricFamily("tetri_forecast_malformed", "Forecast summaries that could not be read")
+        malformed.add_metric([], forecasts.num_malformed)
+        yield malformed
+        observed = CounterMetricFamily(
+            "tetri_forecast_observed", "Finished requests with a forecast", labels=["model", "shadow"]
+        )
+        for figures in all_figures:
+            observed.add_metric(_model_labels(figures), figures.num_observed)
+        yield observed
+        for name, (text, value_of) in _FORECAST_GAUGES.items():
+            gauge = GaugeMetricFamily(f"tetri_forecast_{name}", text, labels=["model", "shadow"])
+            for figures in all_figures:
+                value = value_of(figures)
+                if value is not None:
+                    gauge.add_metric(_model_labels(figures), value)
+            yield gauge
+
+
+def _model_labels(figures: DriftFigures) -> list[str]:
+    return [figures.model, str(figures.is_shadow).lower()]
 
 
 def _load_gauge(name: str, loads: list[InstanceLoad]) -> GaugeMetricFamily:

@@ -134,10 +134,16 @@ class Monitor:
         """Served model names, sorted."""
         return sorted({i.hello.model for i in self._instances.values()})
 
-    def broadcast(self, now_s: float, recent_lengths_tokens: Iterable[int] = ()) -> LoadBroadcast:
+    def broadcast(
+        self, now_s: float, recent_lengths_tokens: Iterable[int] = (), is_forecast_trusted: bool = True
+    ) -> LoadBroadcast:
         """Everything known now, for all agents."""
         known = [i for i in self.instances() if i.load is not None]
         loads = tuple(i.load for i in known if i.load is not None)
         return LoadBroadcast(
-            loads, {i.hello.instance_id: i.hello.url for i in known}, now_s, tuple(recent_lengths_tokens)
+            loads,
+            {i.hello.instance_id: i.hello.url for i in known},
+            now_s,
+            tuple(recent_lengths_tokens),
+            is_forecast_trusted,
         )

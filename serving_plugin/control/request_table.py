@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from serving_plugin.core.drift import ForecastSummary
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.types import Outcome, RequestRecord
 
@@ -25,7 +26,10 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Row:
-    """An open request. Times are unix seconds; see `RequestRecord` for the fields they share."""
+    """An open request. Times are unix seconds; see `RequestRecord` for the fields they share.
+
+    `summaries`: what the length predictors said of it, for the drift watch.
+    """
 
     id: str
     arrival_s: float
@@ -45,6 +49,7 @@ class Row:
     length_range: LengthRange | None = None
     whole_reason: str | None = None
     error: str | None = None
+    summaries: tuple[ForecastSummary, ...] = ()
 
 
 class RequestTable:

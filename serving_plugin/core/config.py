@@ -90,10 +90,12 @@ class PredictionSettings:
     """The length predictor of a prefill instance. `model` None: history forecasts only.
 
     `parallel` runs it beside prefill, `sequential` before it (TetriInfer 3.3.2). `timeout_s` bounds the wait for a
-    forecast after prefill has ended (parallel) or before it begins (sequential).
+    forecast after prefill has ended (parallel) or before it begins (sequential). `shadow_model` is asked at the same
+    time; nothing waits for it, and its forecasts decide nothing.
     """
 
     model: str | None = None
+    shadow_model: str | None = None
     tracking_uri: str | None = None
     mode: str = "parallel"
     timeout_s: float = 2.0
@@ -104,6 +106,9 @@ class PredictionSettings:
     allow_other_target: bool = False
 
     def __post_init__(self) -> None:
+        _require(
+            self.shadow_model != "", "prediction.shadow_model", self.shadow_model, "a model URI or folder, or null"
+        )
         _require(self.mode in ("parallel", "sequential"), "prediction.mode", self.mode, "parallel or sequential")
         _require(self.timeout_s > 0, "prediction.timeout_s", self.timeout_s, "above 0 seconds")
         _require(self.batch_size >= 1, "prediction.batch_size", self.batch_size, "1 or more")

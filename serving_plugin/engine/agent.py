@@ -19,12 +19,13 @@ from typing import Any
 import aiohttp
 
 from serving_plugin.core.config import InstanceSettings
+from serving_plugin.core.drift import summarise
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
 from serving_plugin.engine.dispatcher import Dispatcher
 from serving_plugin.engine.load_feed import BusyWindow, EngineSnapshot, LoadReceiver, TransferEvent, unix_now_s
-from serving_plugin.engine.predictor_process import PredictorProcess
+from serving_plugin.engine.predictor_process import PredictorProcess, ShadowPredictor
 from serving_plugin.wire import (
     AGENT_PATH,
     WIRE_VERSION,
@@ -56,6 +57,7 @@ class Agent:
         self.dispatcher = Dispatcher(settings.dispatch, settings.forecast)
         self.num_legs = {"prefill": 0, "decode": 0, "whole": 0}
         self.predictor: PredictorProcess | None = None
+        self.shadow: ShadowPredictor | None = None
         self._model_names = model_names
         self._fingerprint = fingerprint
         self._snapshot: EngineSnapshot | None = None
@@ -71,6 +73,8 @@ class Agent:
     async def start(self) -> None:
         """Start the feed, the predictor (prefill instances that name one) and the connections.
 
+        A shadow predictor is started too but not waited for.
+
         Raises:
             ConfigurationError: the predictor cannot be loaded, or was trained for another target.
         """
@@ -80,6 +84,9 @@ class Agent:
             self.predictor = PredictorProcess(self.settings.prediction, self._model_names[-1])
             info = await self.predictor.start()
             logger.info("length predictor: %s", info)
+        if self.settings.prediction.shadow_model is not None and self.role is Role.PREFILL:
+            self.shadow = ShadowPredictor(self.settings.prediction, self._model_names[-1])
+            self.shadow.start()
         self._thread.start()
 
     async def _first_snapshot(self) -> None:
@@ -97,6 +104,8 @@ class Agent:
         self._receiver.close()
         if self.predictor is not None:
             self.predictor.close()
+        if self.shadow is not None:
+            self.shadow.close()
         if self._thread.is_alive():
             self._stop_connections()
             self._thread.join(timeout=3.0)
@@ -105,12 +114,18 @@ class Agent:
 
     async def predict(self, request_id: str, text: str) -> LengthForecast | None:
         """The model's forecast, or None if there is no predictor or it fails. The caller bounds its wait."""
+        if self.shadow is not None:
+            self.shadow.ask(request_id, text)
         if self.predictor is None:
             return None
         return await self.predictor.forecast(request_id, text)
 
     def dispatch(self, meta: Mapping[str, Any], forecast: LengthForecast | None, max_tokens: int) -> dict[str, Any]:
-        """The "tetri" part of a prefill leg's answer: decode instance, forecast and range in force, times."""
+        """The "tetri" part of a prefill leg's answer: decode instance, forecast and range in force, times.
+
+        `summaries` tell the gateway what the models themselves said, also while history is in force.
+        """
+        summaries = self._summaries(str(meta["request_id"]), forecast, max_tokens)
         in_force, source, length_range, is_heavy = self.dispatcher.classify(forecast, max_tokens)
         now_s = unix_now_s()
         chosen = self.dispatcher.choose(
@@ -137,12 +152,24 @@ class Agent:
             "forecast_source": source,
             "length_range": [length_range.low_tokens, length_range.high_tokens],
             "is_heavy_decode": is_heavy,
+            "summaries": summaries,
             "times": {
                 "prefill_start_s": meta.get("prefill_start_s"),
                 "prefill_end_s": meta.get("prefill_end_s"),
                 "dispatch_s": now_s,
             },
         }
+
+    def _summaries(self, request_id: str, forecast: LengthForecast | None, max_tokens: int) -> list[dict[str, Any]]:
+        """The champion's forecast and, if it is there by now, the shadow's."""
+        coverage = self.settings.forecast.coverage
+        summaries = []
+        if forecast is not None and self.predictor is not None:
+            summaries.append(summarise(forecast, self.predictor.model_name, coverage, max_tokens))
+        shadow_forecast = self.shadow.take(request_id) if self.shadow is not None else None
+        if shadow_forecast is not None and self.shadow is not None:
+            summaries.append(summarise(shadow_forecast, self.shadow.model_name, coverage, max_tokens, is_shadow=True))
+        return [summary.to_dict() for summary in summaries]
 
     def status(self) -> dict[str, Any]:
         """What the instance says of itself at `/tetri/instance`."""
@@ -153,6 +180,8 @@ class Agent:
             "role_epoch": self.role_epoch,
             "legs": dict(self.num_legs),
             "predictor": self.predictor.info if self.predictor else None,
+            "shadow": self.shadow.status() if self.shadow else None,
+            "distrusting_gateways": list(self.dispatcher.distrusting_gateways),
             "load": None if self._snapshot is None else dict(_load_fields(self._snapshot)),
         }
 
@@ -213,7 +242,10 @@ class Agent:
 
     async def _talk(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
         """Report and listen until either ends: a connection that does only one of them is dialled again."""
-        halves = [asyncio.create_task(self._report(socket, gateway)), asyncio.create_task(self._listen(socket))]
+        halves = [
+            asyncio.create_task(self._report(socket, gateway)),
+            asyncio.create_task(self._listen(socket, gateway)),
+        ]
         try:
             done, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
             for half in done:
@@ -222,8 +254,9 @@ class Agent:
             for half in halves:
                 half.cancel()
             await asyncio.gather(*halves, return_exceptions=True)
+            self._set_trust(gateway, True)  # a gateway that is gone has no say
 
-    async def _listen(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _listen(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
         async for message in socket:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 return
@@ -231,6 +264,16 @@ class Agent:
             if isinstance(received, LoadBroadcast):
                 self.dispatcher.update(received.loads, received.urls)
                 self.dispatcher.update_history(received.recent_lengths_tokens)
+                self._set_trust(gateway, received.is_forecast_trusted)
+
+    def _set_trust(self, gateway: str, is_trusted: bool) -> None:
+        before = self.dispatcher.distrusting_gateways
+        self.dispatcher.update_trust(gateway, is_trusted)
+        after = self.dispatcher.distrusting_gateways
+        if bool(before) != bool(after):
+            logger.warning(
+                "length ranges come from %s", f"history: drift at {', '.join(after)}" if after else "the model"
+            )
 
     async def _report(self, socket: aiohttp.ClientWebSocketResponse, gateway: str) -> None:
         while True:

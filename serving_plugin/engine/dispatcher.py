@@ -35,6 +35,7 @@ class Dispatcher:
         self._loads: tuple[InstanceLoad, ...] = ()
         self._urls: Mapping[str, str] = {}
         self._history_tokens: Sequence[int] = ()
+        self._distrusting: frozenset[str] = frozenset()
         self._promised: dict[str, _Promised] = {}
 
     def update(self, loads: Sequence[InstanceLoad], urls: Mapping[str, str]) -> None:
@@ -45,20 +46,29 @@ class Dispatcher:
         """Recent output lengths of the cluster: what a request without a forecast is judged by."""
         self._history_tokens = tuple(finished_lengths_tokens)
 
+    def update_trust(self, gateway: str, is_trusted: bool) -> None:
+        """What `gateway` says of the model's forecasts; called from the connection's thread, like `update`."""
+        others = self._distrusting - {gateway}
+        self._distrusting = others if is_trusted else others | {gateway}
+
+    @property
+    def distrusting_gateways(self) -> tuple[str, ...]:
+        """Connected gateways whose drift watch says that history should take the model's place."""
+        return tuple(sorted(self._distrusting))
+
     def classify(
         self, forecast: LengthForecast | None, max_tokens: int
     ) -> tuple[LengthForecast, str, LengthRange, bool]:
         """(forecast in force, its source, range in force, heavy decode) for a request limited to `max_tokens`.
 
-        With `forecast.range` argmax the forecast in force is the paper's: one bucket of `granularity_tokens`.
+        With `forecast.range` argmax the forecast in force is the paper's: one bucket of `granularity_tokens`. Sources:
+        "model"; "history" for want of a forecast; "history:drift" while any connected gateway distrusts forecasts.
         """
         settings = self._forecast
         is_argmax = settings.range == "argmax"
-        if forecast is None:
-            base, source = (
-                history_forecast(self._history_tokens, max_tokens + 1, settings.granularity_tokens),
-                "history",
-            )
+        if forecast is None or self._distrusting:
+            base = history_forecast(self._history_tokens, max_tokens + 1, settings.granularity_tokens)
+            source = "history" if forecast is None else "history:drift"
         else:
             base, source = forecast.regrouped(settings.granularity_tokens) if is_argmax else forecast, "model"
         if is_argmax:

@@ -24,7 +24,7 @@ class Tracked:
     num_prompt_tokens: int
     max_tokens: int
     forecast: LengthForecast
-    forecast_source: str  # "model" or "history"
+    forecast_source: str  # "model", "history" or "history:drift"
     length_range: LengthRange
     is_heavy_decode: bool
     is_remote_prefill: bool
@@ -60,10 +60,9 @@ class RequestTracker:
     ) -> Tracked:
         """Start to follow a request; `meta` is the "tetri" part of its `kv_transfer_params`, empty for a plain one."""
         forecast, source = self._forecast(meta, max_tokens)
-        bounds = meta.get("length_range")
-        length_range = (
-            LengthRange(int(bounds[0]), int(bounds[1])) if source == "model" and bounds else self.range_of(forecast)
-        )
+        # A range that was decided with a forecast, whatever its source, is in force here as it was at dispatch.
+        bounds = meta.get("length_range") if meta.get("forecast") is not None else None
+        length_range = LengthRange(int(bounds[0]), int(bounds[1])) if bounds else self.range_of(forecast)
         heavy = meta.get("is_heavy_decode")
         tracked = Tracked(
             request_id=own_id,

@@ -80,6 +80,7 @@ class StubInstance:
     answer: object = None
     keepalive_s: float = 75.0
     tokens: tuple[str, ...] = ("a", "b", "c")
+    summaries: object = None  # of a prefill leg's answer; None: as an instance without a predictor
     legs: list[Leg] = field(default_factory=list)
     broadcasts: list = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
@@ -176,6 +177,7 @@ class StubInstance:
                 "forecast_ready_s": now_s,
                 "dispatch_s": now_s,
             },
+            **({} if self.summaries is None else {"summaries": self.summaries}),
             **tetri,
         }
         params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "tetri": answer}

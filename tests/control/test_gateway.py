@@ -407,7 +407,7 @@ async def test_an_instance_with_another_kv_layout_is_refused(cluster):
     assert [load.id for load in cluster.gateway.monitor.loads()] == ["d0", "p0"]
 
 
-@pytest.mark.parametrize("text", ["nonsense", '{"type":"welcome","version":1,"body":{"gateway_id":"g"}}'])
+@pytest.mark.parametrize("text", ["nonsense", '{"type":"welcome","version":2,"body":{"gateway_id":"g"}}'])
 async def test_an_agent_that_speaks_nonsense_is_refused(bare, text):
     async with bare.http.ws_connect("/tetri/agent") as socket:
         await socket.send_str(text)

@@ -30,7 +30,7 @@ from serving_plugin.control.launcher import (
     run_cluster,
 )
 from serving_plugin.control.settings import GatewaySettings
-from serving_plugin.core.config import InstanceSettings
+from serving_plugin.core.config import InstanceSettings, PredictionSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.types import Role
 from serving_plugin.processes import ChildSpec, free_port
@@ -133,6 +133,9 @@ def test_the_printed_line_is_what_would_run(app):
         *("--host", "0.0.0.0", "--url", "http://10.0.0.2:8101", "--admit", "greedy", "--predictor", "none"),
         *("--print", "--dtype", "float32", "--seed=3"),
     ]
+    shadow = [*arguments, "--shadow-predictor", "models:/length-predictor@challenger"]
+    shadow[shadow.index("decode")] = "prefill"
+    assert '"shadow_model": "models:/length-predictor@challenger"' in CliRunner().invoke(app, shadow).stdout
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     words = shlex.split(result.stdout)
@@ -159,6 +162,9 @@ def test_the_printed_line_is_what_would_run(app):
         (["serve", "m", "--dispatch", "x"], "dispatch.policy='x' is unknown"),
         (["serve", "a/b/c"], "model folder 'a/b/c' does not exist"),
         (["serve", "m", "--prediction-mode", "never"], "prediction.mode='never'"),
+        (["serve", "m", "--drift-band", "1.5"], "drift_band=1.5: must be between 0 and 1"),
+        (["serve", "m", "--drift-window", "0"], "drift_window is 0"),
+        (["gateway", "--drift-window", "20000"], "drift_window=20000: must be 1 to 10000"),
         (["serve", "m", "--predictor", "models:/nobody@champion"], "or serve without one: --predictor none"),
         (["serve", "m", "--predictor", "none", "--", "--port", "1"], "--port is set by tetri"),
     ],
@@ -206,6 +212,28 @@ def test_a_predictor_of_another_target_is_refused(monkeypatch):
     serve_cli._check_predictor(replace(prediction, allow_other_target=True), "tiny")
 
 
+def test_a_shadow_that_cannot_run_is_said_in_one_line_and_left_out(monkeypatch, capsys):
+    from serving_plugin.predictor.registry import ResolvedModel
+
+    def resolve(uri, tracking):
+        if uri == "gone":
+            raise ConfigurationError("registry has no gone")
+        return ResolvedModel("/p", "length-predictor", "1", uri, uri)
+
+    monkeypatch.setattr("serving_plugin.predictor.registry.resolve_model_in_child", resolve)
+    for shadow, words in (("gone", "registry has no gone"), ("opt-13b", "trained for 'opt-13b', not 'tiny'")):
+        prediction = serve_cli._prediction("tiny", None, "parallel", 512, False, shadow)
+        assert not serve_cli._shadow_can_run(prediction, "tiny")
+        line = capsys.readouterr().err
+        assert line.startswith("no shadow predictor runs: ") and words in line and line.count("\n") == 1
+        assert "--shadow-predictor" in line
+    plan = replace(PLAN, settings=replace(SETTINGS, prediction=prediction))
+    assert serve_cli._without_shadow(plan).settings.prediction == replace(prediction, shadow_model=None)
+    for shadow in ("tiny", "none"):
+        assert serve_cli._shadow_can_run(serve_cli._prediction("tiny", None, "parallel", 512, False, shadow), "tiny")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("flag", ["--port", "--instance-port"])
 def test_a_taken_port_is_named(flag):
     with socket.socket() as taken:
@@ -225,6 +253,8 @@ def test_too_little_memory_is_told_per_instance(tmp_path):
     need = checks.instance_bytes(plan)
     assert need == checks.INSTANCE_BASE_BYTES + 1000 + checks.GIB
     checks.check_memory([plan, plan], 2 * need)
+    predicting = replace(plan, settings=replace(SETTINGS, prediction=PredictionSettings("a", "b")))
+    assert checks.instance_bytes(predicting) == need + 2 * checks.PREDICTOR_BYTES
     with pytest.raises(ConfigurationError, match=r"prefill-0 3\.9.*lower --kv-cache-gib"):
         checks.check_memory([plan], need - 1)
 

@@ -37,6 +37,8 @@ def test_round_trip_through_json() -> None:
         ({"prediction": {"mode": "later"}}, ["prediction.mode='later'", "parallel or sequential"]),
         ({"transfer": {"link": "tcp"}}, ["transfer.link='tcp'", "auto or direct"]),
         ({"prediction": {"core": True}}, ["prediction.core=True", "int"]),
+        ({"prediction": {"shadow_model": ""}}, ["prediction.shadow_model=''", "URI or folder"]),
+        ({"prediction": {"shadow_model": 3}}, ["prediction.shadow_model=3", "str"]),
     ],
 )
 def test_bad_settings_name_the_key(change: dict[str, object], names: list[str]) -> None:

@@ -50,6 +50,24 @@ def test_without_forecast_history_answers() -> None:
     assert dispatcher.classify(None, 1000)[1:3] == ("history", LengthRange(400, 600))
 
 
+def test_history_answers_while_any_gateway_distrusts_forecasts() -> None:
+    dispatcher = make()
+    dispatcher.update_history([450, 460, 10])
+    trusted = dispatcher.classify(FORECAST, 1000)
+    dispatcher.update_trust("http://g0", True)
+    dispatcher.update_trust("http://g1", False)
+    forecast, source, length_range, is_heavy = dispatcher.classify(FORECAST, 1000)
+    assert (source, length_range, is_heavy) == ("history:drift", LengthRange(400, 600), True)
+    assert forecast == dispatcher.classify(None, 1000)[0]
+    assert dispatcher.classify(None, 1000)[1] == "history"
+    dispatcher.update_trust("http://g0", False)
+    dispatcher.update_trust("http://g1", True)
+    assert dispatcher.distrusting_gateways == ("http://g0",)
+    assert dispatcher.classify(FORECAST, 1000)[1] == "history:drift"
+    dispatcher.update_trust("http://g0", True)
+    assert dispatcher.classify(FORECAST, 1000) == trusted
+
+
 def test_promises_spread_between_reports_and_end_with_the_next_one() -> None:
     dispatcher = make()
     loads = [LOAD, replace(LOAD, id="d1", num_free_blocks=99)]

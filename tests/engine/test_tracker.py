@@ -25,6 +25,14 @@ def test_forecast_of_the_prefill_leg_is_taken_over() -> None:
     assert tracked.is_heavy_decode
 
 
+def test_a_range_from_history_is_in_force_as_dispatch_decided_it() -> None:
+    tracker = make_tracker()
+    meta = META | {"forecast_source": "history:drift", "length_range": [220, 380]}
+    tracked = tracker.add("engine-1", "r1", 50, 1000, meta, 1.0)
+    assert (tracked.forecast_source, tracked.length_range) == ("history:drift", LengthRange(220, 380))
+    assert tracker.refresh("engine-1", 380).length_range == LengthRange(380, 540)
+
+
 def test_a_plain_request_gets_the_history_of_this_engine() -> None:
     tracker = make_tracker(granularity_tokens=100)
     first = tracker.add("a", "a", 10, 80, {}, 0.0)
