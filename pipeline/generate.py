@@ -1,7 +1,8 @@
-"""Stage generate: the target's replies to the prepared prompts, by vLLM offline, in shards that survive a kill.
+"""Stage generate: the target's replies to the prepared conversations, by vLLM offline, in shards that survive a kill.
 
 Reads `target.*`, `generate.*`, `seed` and data/prepared; writes data/generated/{shard-00000.jsonl,...} and,
-from them, replies.jsonl with one row for each prompt asked for.
+from them, replies.jsonl with one row for each sample of each turn asked for (the conversation is not copied: `root_id`
+and `turn` find it in data/prepared).
 A shard is written whole or not at all and never made twice: after a kill the stage goes on with the prompts left over.
 Shards made under other settings are moved beside the folder, never mixed in. DVC keeps the folder (`persist: true`).
 
@@ -13,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,19 +27,35 @@ from pipeline.files import progress, read_json_lines, run_stage, write_json, wri
 from pipeline.params import GenerateParams, Params, TargetParams, load_params
 from pipeline.prepare import PREPARED_FOLDER
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.predictor.conversation import Message, messages_of
 
 GENERATED_FOLDER = Path("data/generated")
 REPLIES_FILE = "replies.jsonl"
+NOISE_BUCKET_TOKENS = 200
+_FORMAT = 2  # of the rows, and of how a conversation becomes tokens
+_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prepared prompt and where it belongs."""
+    """The messages in front of message `turn` of a conversation, to be answered `num_samples` times."""
 
-    id: str
     root_id: str
     split: str
-    text: str
+    turn: int
+    messages: tuple[Message, ...]
+    num_samples: int = 1
+
+    @property
+    def id(self) -> str:
+        """The id of labelled rows: `<root_id>:<turn>`."""
+        return f"{self.root_id}:{self.turn}"
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole context: an answer to other messages under the same id is none to these."""
+        context = json.dumps([[message.role, message.content] for message in self.messages])
+        return hashlib.sha256(context.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +69,50 @@ class Reply:
 
 
 class Target(Protocol):
-    """Answers prompts; vLLM in the stage, a stand-in in tests."""
+    """Answers conversations; vLLM in the stage, a stand-in in tests."""
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of the prompt as the engine will see it (chat template included)."""
+    def encode(self, messages: Sequence[Message]) -> list[int] | None:
+        """Token ids as the engine will see them (chat template included); None if the template refuses the roles."""
         ...
 
     def reply(self, prompts_token_ids: Sequence[list[int]]) -> list[Reply]:
-        """One reply for each prompt, in order."""
+        """One reply for each prompt, in order; equal prompts are sampled independently."""
         ...
 
 
-def choose_prompts(folder: Path, splits: Sequence[str], num_prompts: int | None, seed: int) -> list[Prompt]:
-    """`num_prompts` prepared prompts (all if None) of `splits` in proportion, the same ones for the same seed.
+def choose_prompts(folder: Path, params: GenerateParams, seed: int) -> list[Prompt]:
+    """`params.num_prompts` turns (all if None) of `params.splits` in proportion, the same ones for the same seed.
 
-    Ordered by a hash of the id: asking for more later keeps the ones already answered at the front.
+    Ordered by a hash of the id: asking for more later keeps the ones already answered at the front, and so it does with
+    the `num_resampled` that are answered several times.
+
+    Raises:
+        ConfigurationError: a prepared file is missing or holds no conversations in the present format.
     """
-    prompts = [
-        Prompt(row["id"], row["root_id"], split, row["prompt"])
-        for split in splits
-        for row in read_json_lines(folder / f"{split}.jsonl", "prepare")
+    places = [
+        (split, str(row["root_id"]), messages_of(row["messages"]), int(turn))
+        for split in params.splits
+        for row in _prepared_rows(folder / f"{split}.jsonl")
+        for turn in (row["replies"][:1] if params.turns == "first" else row["replies"])
     ]
-    prompts.sort(key=lambda prompt: hashlib.sha256(f"{seed}\x00{prompt.id}".encode()).digest())
-    return prompts[:num_prompts]
+    places.sort(key=lambda place: hashlib.sha256(f"{seed}\x00{place[1]}:{place[3]}".encode()).digest())
+    return [
+        Prompt(root_id, split, turn, messages[:turn], params.samples if number < params.num_resampled else 1)
+        for number, (split, root_id, messages, turn) in enumerate(places[: params.num_prompts])
+    ]
+
+
+def _prepared_rows(path: Path) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(read_json_lines(path, "prepare"), start=1):
+        if not row.keys() >= {"root_id", "messages", "replies"}:
+            raise ConfigurationError(f"{path}:{number}: no conversation with its replies: run `dvc repro prepare`")
+        yield row
 
 
 def fingerprint(target: TargetParams, params: GenerateParams, seed: int) -> dict[str, Any]:
     """The settings on which a reply depends; shards that differ in one of them are not mixed."""
     return {
+        "format": _FORMAT,
         "target": target.location,
         "target_files": _folder_digest(Path(target.location)),
         "dtype": target.dtype,
@@ -93,31 +128,33 @@ def fingerprint(target: TargetParams, params: GenerateParams, seed: int) -> dict
 def generate(
     prompts: Sequence[Prompt], settings: dict[str, Any], params: GenerateParams, folder: Path, target: Target | None
 ) -> dict[str, Any]:
-    """Answer every prompt that has no row in `folder` yet; returns the report.
+    """Answer every sample of every prompt that has no row in `folder` yet; returns the report.
 
     Args:
         target: None starts vLLM, and only if something is left to do.
     """
     _use_shards_of(folder, settings)
-    digest_of = {prompt.id: _digest(prompt) for prompt in prompts}
-    done = {(row["id"], row["prompt_sha256"]) for row in generated_rows(folder)}
-    missing = [prompt for prompt in prompts if (prompt.id, digest_of[prompt.id]) not in done]
+    digest_of = {prompt.id: prompt.sha256 for prompt in prompts}
+    done = {(row["id"], row["sample"]) for row in generated_rows(folder) if _answers(row, digest_of)}
+    wanted = [(prompt, sample) for prompt in prompts for sample in range(prompt.num_samples)]
+    missing = [(prompt, sample) for prompt, sample in wanted if (prompt.id, sample) not in done]
     if done and missing:
-        progress(f"generate: {len(prompts) - len(missing)} of {len(prompts)} prompts are answered already")
+        progress(f"generate: {len(wanted) - len(missing)} of {len(wanted)} replies are there already")
     started_s, num_tokens = time.monotonic(), 0
     for start in range(0, len(missing), params.shard_size):
-        target = target or VllmTarget(settings, params)
+        number = _next_number(folder)
+        target = target or VllmTarget(settings, params, first_shard=number)
         shard = missing[start : start + params.shard_size]
-        rows = _answer(shard, target, params)
-        write_json_lines(folder / f"shard-{_next_number(folder):05d}.jsonl", rows)
+        rows = _answer(shard, digest_of, target, params)
+        write_json_lines(folder / f"shard-{number:05d}.jsonl", rows)
         num_tokens += sum(row["output_tokens"] for row in rows)
         elapsed_s = time.monotonic() - started_s
         num_done = start + len(shard)
         progress(
-            f"generate: {num_done}/{len(missing)} prompts, {num_tokens / elapsed_s:.0f} tokens/s, "
+            f"generate: {num_done}/{len(missing)} replies, {num_tokens / elapsed_s:.0f} tokens/s, "
             f"about {elapsed_s / num_done * (len(missing) - num_done):.0f} s left"
         )
-    report = _collect(prompts, digest_of, folder)
+    report = _collect(wanted, digest_of, folder)
     write_json(folder / "report.json", report)
     return report
 
@@ -161,14 +198,20 @@ def engine_environment(location: str, params: GenerateParams, *, on_gpu: bool) -
 
 
 class VllmTarget:
-    """vLLM's offline engine. Imports and starts when made, so a run with nothing to do stays quick."""
+    """vLLM's offline engine. Imports and starts when made, so a run with nothing to do stays quick.
 
-    def __init__(self, settings: dict[str, Any], params: GenerateParams) -> None:
+    Args:
+        first_shard: number of the first shard it makes; moves the seed, since an engine that starts again under the
+            same seed would draw the further samples of a prompt with the random numbers of its first one.
+    """
+
+    def __init__(self, settings: dict[str, Any], params: GenerateParams, *, first_shard: int = 0) -> None:
         on_gpu = _has_gpu()
         os.environ.update(engine_environment(settings["target"], params, on_gpu=on_gpu))
         progress(f"generate: starting vLLM with {settings['target']}")
         from vllm import LLM, SamplingParams
 
+        settings = {**settings, "seed": settings["seed"] + first_shard}
         self._llm = LLM(**vllm_arguments(settings, params, on_gpu=on_gpu))
         self._tokenizer = self._llm.get_tokenizer()
         # No per-request seed: it kills vLLM 0.32's CPU engine. The engine's own seed makes a run repeatable.
@@ -179,12 +222,17 @@ class VllmTarget:
             max_tokens=params.max_tokens,
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        """Through the chat template if the tokenizer has one; else the plain prompt with its special tokens."""
-        return encode_prompt(self._tokenizer, prompt)
+    def encode(self, messages: Sequence[Message]) -> list[int] | None:
+        """Through the chat template if the tokenizer has one; None if it refuses such roles ("must alternate")."""
+        from jinja2 import TemplateError
+
+        try:
+            return encode_prompt(self._tokenizer, messages)
+        except TemplateError:
+            return None
 
     def reply(self, prompts_token_ids: Sequence[list[int]]) -> list[Reply]:
-        """One reply for each prompt, in order."""
+        """One reply for each prompt, in order; equal prompts are sampled independently."""
         prompts: Any = [{"prompt_token_ids": ids} for ids in prompts_token_ids]
         answered = self._llm.generate(prompts, self._sampling, use_tqdm=False)
         return [
@@ -198,32 +246,67 @@ class VllmTarget:
         ]
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids as a chat server would make them: one user turn in the chat template, if there is one."""
+def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation whose next message is the assistant's: what a chat server would make of it.
+
+    But what a user writes stays text: a literal `<|im_end|>` in a message is spelt out, not the control token. With a
+    template that changes the contents (beyond trimming them) this cannot be told apart, and the rendering is taken
+    as it is. Without a template: the contents, one below the other, behind the tokenizer's own special tokens.
+    """
+    contents = [message.content for message in messages]
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode(prompt))
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-    )
+        return list(tokenizer.encode("\n".join(contents), split_special_tokens=True))
+    special = sorted((str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)
+    text = _render(tokenizer, messages)
+    if any(word in content for word in special for content in contents):
+        frame = _render(tokenizer, [Message(m.role, f"\ue000{i}\ue001") for i, m in enumerate(messages)])
+        for written in (contents, [content.strip() for content in contents]):
+            if _filled(frame, written) == text:
+                return _encode_framed(tokenizer, frame, written, special)
     return list(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
 
 
-def _answer(shard: Sequence[Prompt], target: Target, params: GenerateParams) -> list[dict[str, Any]]:
-    """Rows of a shard. A prompt without room for a whole reply gets a row that says so: it is not asked again."""
-    encoded = [target.encode(prompt.text) for prompt in shard]
-    room = params.max_model_len - params.max_tokens
-    fits = [0 < len(ids) <= room for ids in encoded]
-    replies = iter(target.reply([ids for ids, fit in zip(encoded, fits, strict=True) if fit]) if any(fits) else [])
+def _render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    plain = [{"role": message.role, "content": message.content} for message in messages]
+    return str(tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False))
+
+
+def _encode_framed(tokenizer: Any, frame: str, contents: Sequence[str], special: Sequence[str]) -> list[int]:
+    """The frame's special tokens as such, and all that lies between two of them as one ordinary text."""
+    ids: list[int] = []
+    longest_first = "|".join(re.escape(word) for word in reversed(special))
+    for number, piece in enumerate(re.split(f"({longest_first})", frame)):
+        if number % 2:
+            ids.append(tokenizer.convert_tokens_to_ids(piece))
+        elif piece:
+            ids += tokenizer.encode(_filled(piece, contents), add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
+def _filled(frame: str, contents: Sequence[str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: contents[int(found[1])], frame)
+
+
+def _answer(
+    shard: Sequence[tuple[Prompt, int]], digest_of: Mapping[str, str], target: Target, params: GenerateParams
+) -> list[dict[str, Any]]:
+    """Rows of a shard. What cannot be asked gets a row that says so: it is not tried again."""
+    prompts = {prompt.id: prompt for prompt, _ in shard}
+    encoded = {id_: target.encode(prompt.messages) for id_, prompt in prompts.items()}
+    unasked = {id_: _why_not_asked(ids, params) for id_, ids in encoded.items()}
+    asked = [encoded[prompt.id] or [] for prompt, _ in shard if unasked[prompt.id] is None]
+    replies = iter(target.reply(asked) if asked else [])
     rows = []
-    for prompt, ids, fit in zip(shard, encoded, fits, strict=True):
-        reply = next(replies) if fit else Reply(len(ids), 0, "prompt_too_long", "")
+    for prompt, sample in shard:
+        reply = unasked[prompt.id] or next(replies)
         rows.append(
             {
                 "id": prompt.id,
                 "root_id": prompt.root_id,
                 "split": prompt.split,
-                "prompt": prompt.text,
-                "prompt_sha256": _digest(prompt),
+                "turn": prompt.turn,
+                "sample": sample,
+                "prompt_sha256": digest_of[prompt.id],
                 "prompt_tokens": reply.num_prompt_tokens,
                 "output_tokens": reply.num_output_tokens,
                 "finish_reason": reply.finish_reason,
@@ -233,19 +316,62 @@ def _answer(shard: Sequence[Prompt], target: Target, params: GenerateParams) -> 
     return rows
 
 
-def _collect(prompts: Sequence[Prompt], digest_of: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Write replies.jsonl: a row for each wanted prompt, in their order; shards of a larger run may hold more."""
-    rows = {row["id"]: row for row in generated_rows(folder) if digest_of.get(row["id"]) == row["prompt_sha256"]}
-    write_json_lines(folder / REPLIES_FILE, (rows[prompt.id] for prompt in prompts))
+def _why_not_asked(ids: list[int] | None, params: GenerateParams) -> Reply | None:
+    """An empty reply with the reason in place of the engine's: no room for a whole reply, say."""
+    if ids is None:
+        return Reply(0, 0, "refused_by_template", "")
+    if not ids:
+        return Reply(0, 0, "prompt_empty", "")
+    too_long = len(ids) > params.max_model_len - params.max_tokens
+    return Reply(len(ids), 0, "prompt_too_long", "") if too_long else None
+
+
+def _answers(row: Mapping[str, Any], digest_of: Mapping[str, str]) -> bool:
+    return bool(digest_of.get(row["id"]) == row["prompt_sha256"])
+
+
+def _collect(wanted: Sequence[tuple[Prompt, int]], digest_of: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Write replies.jsonl: a row for each wanted sample, in their order; shards of a larger run may hold more.
+
+    The split is the present one: a reply does not depend on it, and a conversation may have moved since.
+    """
+    made = {(row["id"], row["sample"]): row for row in generated_rows(folder) if _answers(row, digest_of)}
+    rows = [made[prompt.id, sample] | {"split": prompt.split} for prompt, sample in wanted]
+    write_json_lines(folder / REPLIES_FILE, rows)
     return {
-        "num_prompts": len(rows),
-        "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in rows.values()).items())),
-        "num_output_tokens": sum(row["output_tokens"] for row in rows.values()),
+        "num_prompts": len(digest_of),
+        "num_replies": len(rows),
+        "replies_per_sample_number": [count for _, count in sorted(Counter(row["sample"] for row in rows).items())],
+        "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
+        "num_output_tokens": sum(row["output_tokens"] for row in rows),
+        "noise": noise_of(rows),
     }
 
 
-def _digest(prompt: Prompt) -> str:
-    return hashlib.sha256(f"{prompt.split}\x00{prompt.text}".encode()).hexdigest()[:16]
+def noise_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How often two replies of the target to one prompt have lengths in one bucket; None without such pairs.
+
+    A reply that was cut off counts with the length that it had; how many pairs have one is said beside.
+    """
+    replies: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["output_tokens"]:
+            replies.setdefault(row["id"], []).append(row)
+    pairs = [pair for samples in replies.values() for pair in combinations(samples, 2)]
+    if not pairs:
+        return None
+    same = sum(
+        one["output_tokens"] // NOISE_BUCKET_TOKENS == two["output_tokens"] // NOISE_BUCKET_TOKENS for one, two in pairs
+    )
+    return {
+        "bucket_tokens": NOISE_BUCKET_TOKENS,
+        "num_prompts": sum(len(samples) > 1 for samples in replies.values()),
+        "num_pairs": len(pairs),
+        "num_pairs_with_a_reply_cut_off": sum(
+            "length" in (one["finish_reason"], two["finish_reason"]) for one, two in pairs
+        ),
+        "share_in_one_bucket": round(same / len(pairs), 4),
+    }
 
 
 def _folder_digest(folder: Path) -> str | None:
@@ -309,10 +435,16 @@ def run(params: Params, prepared: Path = PREPARED_FOLDER, folder: Path = GENERAT
     prompts: list[Prompt] = []
     if params.generate.num_prompts != 0:
         _check_target(params.target)
-        prompts = choose_prompts(prepared, params.generate.splits, params.generate.num_prompts, params.seed)
+        prompts = choose_prompts(prepared, params.generate, params.seed)
     settings = fingerprint(params.target, params.generate, params.seed)
     report = generate(prompts, settings, params.generate, folder, None)
-    progress(f"generate: {report['num_prompts']} prompts, finished by {report['finish_reasons'] or 'none asked'}")
+    reasons = report["finish_reasons"] or "none asked"
+    progress(f"generate: {report['num_prompts']} prompts, {report['num_replies']} replies, finished by {reasons}")
+    if noise := report["noise"]:
+        progress(
+            f"generate: {100 * noise['share_in_one_bucket']:.1f} % of {noise['num_pairs']} pairs of replies to one "
+            f"prompt are in the same {noise['bucket_tokens']}-token bucket"
+        )
     return report
 
 

@@ -1,11 +1,11 @@
-"""Stage label: prompts with the length of their reply and its bucket `[0, G), [G, 2G), ...` (TetriInfer 3.3.2).
+"""Stage label: conversations with the lengths of their replies in the target's tokens (TetriInfer 3.3.2).
 
 Reads `target.*`, `label.*`, data/prepared and data/generated; writes
-data/labelled/{train,validation,calibration,test}.jsonl, report.json and target_replies.jsonl (the target's own replies,
-whatever the splits are labelled with). Where the lengths come from (`label.source`):
+data/labelled/{train,validation,calibration,test}.jsonl in the form of `serving_plugin.predictor.rows`, report.json and
+target_replies.jsonl (the target's own replies, whatever the splits are labelled with). `label.source`:
 
   generated   the target's own replies, counted by the engine: what will be served
-  recorded    the data set's replies, counted by the target's tokenizer: thousands of pairs, but of another model
+  recorded    the data set's replies, counted by the target's tokenizer: tens of thousands, but of another model
 
 A reply that was cut off at the limit, or a recorded one over `label.max_length_tokens`, is *censored*: its true length
 is at least the number in the row.
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import SPLITS, dataset_of, progress, read_json_lines, run_stage, write_json, write_json_lines
+from pipeline.files import SPLITS, progress, read_json_lines, run_stage, write_json, write_json_lines
 from pipeline.generate import GENERATED_FOLDER, REPLIES_FILE
 from pipeline.params import LabelParams, Params, load_params
 from pipeline.prepare import PREPARED_FOLDER
@@ -29,8 +30,33 @@ from serving_plugin.core.errors import ConfigurationError
 
 LABELLED_FOLDER = Path("data/labelled")
 TARGET_REPLIES_FILE = "target_replies.jsonl"
-_COLUMNS = ("id", "root_id", "source", "prompt", "num_prompt_tokens", "output_tokens", "censored", "bucket")
-_TYPES = {"id": "string", "root_id": "string", "prompt": "string", "split": "string"}
+_BATCH_TEXTS = 1000
+
+Count = Callable[[Sequence[str]], list[int]]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one labelled file holds."""
+
+    num_rows: int = 0
+    num_censored: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)
+
+    def add(self, replies: Sequence[Mapping[str, Any]], params: LabelParams) -> None:
+        for reply in replies:
+            self.num_rows += 1
+            self.num_censored += bool(reply["censored"])
+            self.buckets[bucket_of(reply["output_tokens"], params.granularity_tokens, params.max_length_tokens)] += 1
+
+    def describe(self, params: LabelParams) -> dict[str, Any]:
+        count = num_buckets(params.max_length_tokens, params.granularity_tokens)
+        return {
+            "num_rows": self.num_rows,
+            "num_censored": self.num_censored,
+            "rows_per_bucket": [self.buckets[i] for i in range(count)],
+            "modal_share": round(max(self.buckets.values()) / self.num_rows, 4) if self.num_rows else None,
+        }
 
 
 def num_buckets(max_length_tokens: int, granularity_tokens: int) -> int:
@@ -43,93 +69,66 @@ def bucket_of(output_tokens: int, granularity_tokens: int, max_length_tokens: in
     return min(output_tokens, max_length_tokens) // granularity_tokens
 
 
-def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
-    """Token counts of plain texts: no `</s>` in front, as a reply's tokens have none."""
+def count_tokens(tokenizer: Any) -> Count:
+    """Token counts of plain texts: no `</s>` in front, as a reply's tokens have none; control tokens stay text."""
 
     def count(texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
+        return [len(ids) for ids in encoded["input_ids"]]
 
     return count
 
 
-def recorded_lengths(
-    batch: Mapping[str, Sequence[Any]], count: Callable[[Sequence[str]], list[int]], cap_tokens: int
-) -> dict[str, list[Any]]:
-    """Prompt and reply lengths of a batch of prepared rows; a reply over the cap is censored at it."""
-    lengths = count(batch["reply"])
-    return {
-        "num_prompt_tokens": count(batch["prompt"]),
-        "output_tokens": [min(length, cap_tokens) for length in lengths],
-        "censored": [length > cap_tokens for length in lengths],
-    }
+def censored_at(output_tokens: int, was_cut: bool, cap_tokens: int) -> dict[str, Any]:
+    """A reply's length and whether it is only a lower bound: it was cut, or is over the cap."""
+    return {"output_tokens": min(output_tokens, cap_tokens), "censored": was_cut or output_tokens > cap_tokens}
 
 
-def generated_lengths(batch: Mapping[str, Sequence[Any]], cap_tokens: int) -> dict[str, list[Any]]:
-    """Lengths of a batch of generated rows; one that stopped at a limit, the engine's or the cap, is censored."""
-    lengths, reasons = batch["output_tokens"], batch["finish_reason"]
-    return {
-        "num_prompt_tokens": list(batch["prompt_tokens"]),
-        "output_tokens": [min(length, cap_tokens) for length in lengths],
-        "censored": [
-            reason == "length" or length > cap_tokens for length, reason in zip(lengths, reasons, strict=True)
-        ],
-    }
+def recorded_replies(rows: Iterator[dict[str, Any]], count: Count, cap_tokens: int) -> Iterator[dict[str, Any]]:
+    """Prepared conversations -> labelled ones, counted in batches of whole conversations."""
+    held: list[dict[str, Any]] = []
+    num_texts = 0
+    for row in rows:
+        held.append(row)
+        num_texts += len(row["replies"])
+        if num_texts >= _BATCH_TEXTS:
+            yield from _count_replies(held, count, cap_tokens)
+            held, num_texts = [], 0
+    yield from _count_replies(held, count, cap_tokens)
 
 
-def label(
-    rows: Callable[[], Iterator[dict[str, Any]]],
-    types: Mapping[str, str],
-    lengths: Callable[[Mapping[str, Sequence[Any]]], dict[str, list[Any]]],
-    params: LabelParams,
-    folder: Path,
-) -> dict[str, Any]:
-    """Write the labelled splits; returns what the report says of them.
+def _count_replies(rows: Sequence[dict[str, Any]], count: Count, cap_tokens: int) -> Iterator[dict[str, Any]]:
+    texts = [row["messages"][turn]["content"] for row in rows for turn in row["replies"]]
+    lengths = iter(count(texts) if texts else [])
+    for row in rows:
+        replies = [{"turn": turn, **censored_at(next(lengths), False, cap_tokens)} for turn in row["replies"]]
+        yield _labelled(row["root_id"], "recorded", row["messages"], replies)
+
+
+def generated_replies(
+    messages_of: Mapping[str, Sequence[Mapping[str, str]]], rows: Iterator[dict[str, Any]], cap_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """The target's replies, gathered by conversation; one that stopped at a limit is censored.
 
     Args:
-        rows: id, root_id, split, prompt and whatever `lengths` reads.
-        types: Arrow type of each column of `rows`.
-        lengths: batch of rows -> num_prompt_tokens, output_tokens, censored.
+        messages_of: root id -> messages of the prepared conversation.
     """
-
-    def labelled(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        columns = lengths(batch)
-        columns["bucket"] = [
-            bucket_of(length, params.granularity_tokens, params.max_length_tokens)
-            for length in columns["output_tokens"]
+    by_root: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_root.setdefault(row["root_id"], []).append(row)
+    for root_id, replies in by_root.items():
+        labelled = [
+            {"turn": reply["turn"]}
+            | censored_at(reply["output_tokens"], reply["finish_reason"] == "length", cap_tokens)
+            for reply in sorted(replies, key=lambda reply: (reply["turn"], reply["sample"]))
         ]
-        columns["source"] = [params.source] * len(columns["bucket"])
-        return columns
-
-    with dataset_of(rows, types) as table:
-        mapped = table.map(
-            labelled, batched=True, batch_size=500, new_fingerprint="labelled", load_from_cache_file=False
-        )
-        splits = {}
-        for name in SPLITS:
-            kept = mapped.filter(
-                lambda split, length, name=name: split == name and length > 0, input_columns=["split", "output_tokens"]
-            )
-            write_json_lines(folder / f"{name}.jsonl", ({key: row[key] for key in _COLUMNS} for row in kept))
-            splits[name] = _describe(kept, params)
-        reasons = mapped["finish_reason"] if "finish_reason" in types else ["stop"] * len(mapped)
-        dropped = Counter(
-            "prompt_too_long" if reason == "prompt_too_long" else "reply_without_a_token"
-            for length, reason in zip(mapped["output_tokens"], reasons, strict=True)
-            if length == 0
-        )
-    return {"splits": splits, "dropped": dict(sorted(dropped.items()))}
+        yield _labelled(root_id, "generated", messages_of[root_id], labelled)
 
 
-def _describe(rows: Any, params: LabelParams) -> dict[str, Any]:
-    buckets = Counter(rows["bucket"])
-    return {
-        "num_rows": len(rows),
-        "num_censored": sum(rows["censored"]),
-        "rows_per_bucket": [
-            buckets[i] for i in range(num_buckets(params.max_length_tokens, params.granularity_tokens))
-        ],
-        "modal_share": round(max(buckets.values()) / len(rows), 4) if len(rows) else None,
-    }
+def _labelled(root_id: str, source: str, messages: Sequence[Any], replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """A line of a labelled file; messages after the last reply's question are left out."""
+    last = max((reply["turn"] for reply in replies), default=0)
+    return {"root_id": root_id, "source": source, "messages": list(messages[:last]), "replies": replies}
 
 
 def run(
@@ -143,63 +142,72 @@ def run(
     Raises:
         ConfigurationError: a split that has a share is left without rows.
     """
-    settings = params.label
-    if settings.source == "recorded":
-        count = count_tokens(load_tokenizer(params.target.location))
-        result = label(
-            lambda: _recorded_rows(prepared),
-            {**_TYPES, "reply": "string"},
-            lambda batch: recorded_lengths(batch, count, settings.max_length_tokens),
-            settings,
-            folder,
+    settings, dropped = params.label, Counter[str]()
+    count = count_tokens(load_tokenizer(params.target.location)) if settings.source == "recorded" else None
+    splits = {}
+    for name in SPLITS:
+        prepared_rows = read_json_lines(prepared / f"{name}.jsonl", "prepare")
+        if count is not None:
+            lines = recorded_replies(prepared_rows, count, settings.max_length_tokens)
+        else:
+            messages_of = {row["root_id"]: row["messages"] for row in prepared_rows}
+            lines = generated_replies(messages_of, _generated_rows(generated, name), settings.max_length_tokens)
+        splits[name] = _write(folder / f"{name}.jsonl", lines, settings, dropped).describe(settings)
+        progress(
+            f"label: {name} {splits[name]['num_rows']} rows, {splits[name]['num_censored']} censored, "
+            f"by bucket {splits[name]['rows_per_bucket']}"
         )
-    else:
-        result = label(
-            lambda: _generated_rows(generated),
-            {**_TYPES, "prompt_tokens": "int64", "output_tokens": "int64", "finish_reason": "string"},
-            lambda batch: generated_lengths(batch, settings.max_length_tokens),
-            settings,
-            folder,
-        )
-    empty = [
-        name
-        for name, share in params.prepare.shares.as_dict().items()
-        if share and not result["splits"][name]["num_rows"]
-    ]
+    empty = [name for name, share in params.prepare.shares.as_dict().items() if share and not splits[name]["num_rows"]]
     if empty:
         raise ConfigurationError(
-            f"no labelled row in {', '.join(empty)} (dropped: {result['dropped'] or 'none'}): raise "
-            f"generate.num_prompts, prepare.max_prompts or generate.max_model_len"
+            f"no labelled row in {', '.join(empty)} (dropped: {dict(dropped) or 'none'}): raise "
+            f"generate.num_prompts, prepare.max_conversations or generate.max_model_len"
         )
-    report = {"source": settings.source, "granularity_tokens": settings.granularity_tokens, **result}
-    write_json_lines(folder / TARGET_REPLIES_FILE, _target_replies(generated, settings))
+    target = _write_target_replies(prepared, generated, folder / TARGET_REPLIES_FILE, settings)
+    report = {
+        "source": settings.source,
+        "granularity_tokens": settings.granularity_tokens,
+        "splits": splits,
+        "dropped": dict(sorted(dropped.items())),
+        "target_replies": target,
+    }
     write_json(folder / "report.json", report)
-    for name, split in result["splits"].items():
-        counts = f"{split['num_rows']} rows, {split['num_censored']} censored"
-        progress(f"label: {name} {counts}, by bucket {split['rows_per_bucket']}")
     return report
 
 
-def _target_replies(generated: Path, params: LabelParams) -> Iterator[dict[str, Any]]:
-    """Every reply of the target as a labelled row, whatever the training labels are: what serving will really see."""
-    for row in _generated_rows(generated):
-        if row["output_tokens"] > 0:
-            columns = generated_lengths({key: [value] for key, value in row.items()}, params.max_length_tokens)
-            plain = {key: values[0] for key, values in columns.items()} | {"source": "generated"}
-            bucket = bucket_of(plain["output_tokens"], params.granularity_tokens, params.max_length_tokens)
-            yield {key: (row | plain | {"bucket": bucket})[key] for key in _COLUMNS}
+def _write(path: Path, lines: Iterator[dict[str, Any]], params: LabelParams, dropped: Counter[str]) -> _Tally:
+    """Write the lines that have a reply of at least one token; the others are counted in `dropped`."""
+    tally = _Tally()
+
+    def kept() -> Iterator[dict[str, Any]]:
+        for line in lines:
+            replies = [reply for reply in line["replies"] if reply["output_tokens"] > 0]
+            dropped["reply_without_a_token"] += len(line["replies"]) - len(replies)
+            if replies:
+                tally.add(replies, params)
+                yield {**line, "replies": replies}
+
+    write_json_lines(path, kept())
+    return tally
 
 
-def _recorded_rows(prepared: Path) -> Iterator[dict[str, Any]]:
-    for split in SPLITS:
-        for row in read_json_lines(prepared / f"{split}.jsonl", "prepare"):
-            yield {key: row[key] for key in ("id", "root_id", "prompt", "reply")} | {"split": split}
+def _write_target_replies(prepared: Path, generated: Path, path: Path, params: LabelParams) -> dict[str, Any]:
+    """Every reply of the target to a held-out conversation (to any, when training is on them too)."""
+    dropped = Counter[str]()
+    messages_of = {
+        row["root_id"]: row["messages"]
+        for name in SPLITS
+        for row in read_json_lines(prepared / f"{name}.jsonl", "prepare")
+    }
+    rows = generated_replies(messages_of, _generated_rows(generated, "test"), params.max_length_tokens)
+    return _write(path, rows, params, dropped).describe(params)
 
 
-def _generated_rows(generated: Path) -> Iterator[dict[str, Any]]:
-    """Replies; a prompt that the context could not hold has none, and its row has zero tokens."""
+def _generated_rows(generated: Path, split: str) -> Iterator[dict[str, Any]]:
+    """The target's replies of a split; a conversation that its context could not hold has none: zero tokens."""
     for row in read_json_lines(generated / REPLIES_FILE, "generate"):
-        yield {key: row[key] for key in (*_TYPES, "prompt_tokens", "output_tokens", "finish_reason")}
+        if row["split"] == split:
+            yield row
 
 
 def main() -> None:

@@ -88,22 +88,32 @@ class ShareParams:
 
 @dataclass(frozen=True, slots=True)
 class PrepareParams:
-    """Which prompts are used. Limits are in characters: no tokenizer is needed to clean data."""
+    """Which conversations are used.
+
+    Conversations with questions whose words (runs of three) have a Jaccard similarity of `near_duplicate_similarity`
+    or more stay in one split; questions under `near_duplicate_min_words` words are too common to tell.
+    """
 
     source: str
-    max_prompts: Annotated[int | None, Within(1)]
-    min_prompt_chars: Annotated[int, Within(1)]
-    max_prompt_chars: Annotated[int, Within(1)]
-    near_duplicate_chars: Annotated[int, Within(16)]
+    max_conversations: Annotated[int | None, Within(1)]
+    near_duplicate_similarity: Annotated[float, Within(0.3, 1)]
+    near_duplicate_min_words: Annotated[int, Within(3)]
     shares: ShareParams
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
-    """Replies of the target by vLLM to prompts of `splits`. `num_prompts` 0: none; null: one for each."""
+    """Replies of the target by vLLM to conversations of `splits`.
+
+    `num_prompts` 0: none; null: every turn. The first `num_resampled` of them are answered `samples` times, all others
+    once: how far two replies to one prompt differ is the ceiling of any prediction.
+    """
 
     splits: tuple[str, ...]
+    turns: Annotated[str, OneOf("first", "all")]
     num_prompts: Annotated[int | None, Within(0)]
+    num_resampled: Annotated[int, Within(0)]
+    samples: Annotated[int, Within(1)]
     temperature: Annotated[float, Within(0, 2)]
     top_p: Annotated[float, Within(0.01, 1)]
     repetition_penalty: Annotated[float, Within(0.5, 2)]
@@ -126,37 +136,80 @@ class LabelParams:
 
 
 @dataclass(frozen=True, slots=True)
+class InputParams:
+    """How a conversation is cut to the model's input, in the backbone's tokens (`encoding.InputRule`)."""
+
+    max_tokens: Annotated[int, Within(8)]
+    opening_tokens: Annotated[int, Within(0)]
+    reply_tokens: Annotated[int, Within(0)]
+    head_share: Annotated[float, Within(0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainParams:
-    """The predictor. `backbone` is a folder, a hub name, `package:NAME` or `tiny-opt`; `max_train_rows` null: all."""
+    """The predictor. `backbone` is a folder, a hub name, `package:NAME` or `tiny-opt`; null in `max_...`: all.
+
+    The loss is cross-entropy over buckets of `fine_granularity_tokens`, with `label_smoothing_tokens` 0 and both
+    weights 0 the paper's. `use_features` gives the lengths of the conversation so far to the head as numbers.
+    `dtype` is that of the arithmetic (autocast); weights stay float32.
+    """
 
     backbone: str
     epochs: Annotated[float, Within(0.01)]
     batch_size: Annotated[int, Within(1)]
     learning_rate: Annotated[float, Within(0, 1)]
+    head_learning_rate: Annotated[float, Within(0, 1)]
     weight_decay: Annotated[float, Within(0, 1)]
     warmup_share: Annotated[float, Within(0, 1)]
-    max_input_tokens: Annotated[int, Within(8)]
-    head_tokens: Annotated[int, Within(0)]
     fine_granularity_tokens: Annotated[int, OneOf(25, 50, 100, 200, 400)]
+    use_features: bool
     label_smoothing_tokens: Annotated[float, Within(0)]
     expected_value_weight: Annotated[float, Within(0)]
+    ranking_weight: Annotated[float, Within(0)]
+    max_turns_per_conversation: Annotated[int | None, Within(1)]
+    max_train_rows: Annotated[int | None, Within(1)]
+    max_validation_rows: Annotated[int | None, Within(1)]
+    dtype: Annotated[str, OneOf("float32", "bfloat16")]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateParams:
+    """What is fitted on the calibration split. `prompt_edges_tokens` cut the groups that are calibrated apart."""
+
+    temperature: bool
+    conformal: bool
+    prompt_edges_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineParams:
+    """What the predictor is compared with. `plain_cross_entropy`: also the paper's model, trained like ours."""
+
+    plain_cross_entropy: bool
     max_train_rows: Annotated[int | None, Within(1)]
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateParams:
-    """Which granularities are reported, and where a decode counts as heavy."""
+    """Which granularities are reported, where a decode counts as heavy, and the share that intervals should cover."""
 
     granularities_tokens: tuple[int, ...]
     heavy_over_tokens: Annotated[int, Within(1)]
+    coverage: Annotated[float, Within(0.5, 0.999)]
     num_bootstrap: Annotated[int, Within(0)]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportParams:
-    """ONNX parity and latency. `tolerance` bounds |probability difference| to torch."""
+    """ONNX parity and latency. `tolerance` bounds |probability difference| to torch.
+
+    `int8` serves the model with weights quantised to 8 bits, if its accuracy on the validation split stays within
+    `int8_max_accuracy_loss` of the float one's; the float model is kept otherwise.
+    """
 
     opset: Annotated[int, Within(17)]
+    int8: bool
+    int8_max_accuracy_loss: Annotated[float, Within(0, 1)]
     tolerance: Annotated[float, Within(0, 1)]
     num_latency_runs: Annotated[int, Within(1)]
 
@@ -180,7 +233,10 @@ class Params:
     prepare: PrepareParams
     generate: GenerateParams
     label: LabelParams
+    input: InputParams
     train: TrainParams
+    calibrate: CalibrateParams
+    baselines: BaselineParams
     evaluate: EvaluateParams
     export: ExportParams
     register: RegisterParams
@@ -231,10 +287,11 @@ def with_tiny_models(params: Params, *, num_prompts: int = 48) -> Params:
     return dataclasses.replace(
         params,
         target=TargetParams("tiny-opt", None, "float32"),
-        prepare=dataclasses.replace(params.prepare, max_prompts=num_prompts),
+        prepare=dataclasses.replace(params.prepare, max_conversations=num_prompts),
         generate=dataclasses.replace(
             generate,
             num_prompts=num_prompts if generate.num_prompts is None else min(generate.num_prompts, num_prompts),
+            num_resampled=min(generate.num_resampled, 4),
             max_tokens=max_tokens,
             max_model_len=min(generate.max_model_len, 2048),
             max_num_seqs=min(generate.max_num_seqs, 32),
@@ -360,11 +417,6 @@ def _check_together(params: Params, where: str) -> None:
         ),
         (abs(total - 1.0) < 1e-6, f"prepare.shares sum to {total:g}, must sum to 1"),
         (
-            prepare.min_prompt_chars <= prepare.max_prompt_chars,
-            f"prepare.min_prompt_chars {prepare.min_prompt_chars} is over prepare.max_prompt_chars "
-            f"{prepare.max_prompt_chars}",
-        ),
-        (
             generate.max_tokens < generate.max_model_len,
             f"generate.max_tokens {generate.max_tokens} leaves no room for a prompt in generate.max_model_len "
             f"{generate.max_model_len}: lower the first or raise the second",
@@ -374,8 +426,13 @@ def _check_together(params: Params, where: str) -> None:
             "label.source is 'generated' but generate.num_prompts is 0: generate some or label 'recorded'",
         ),
         (
-            train.head_tokens < train.max_input_tokens,
-            f"train.head_tokens {train.head_tokens} must be below train.max_input_tokens {train.max_input_tokens}",
+            params.input.opening_tokens + params.input.reply_tokens + 8 <= params.input.max_tokens,
+            f"input.opening_tokens {params.input.opening_tokens} and input.reply_tokens {params.input.reply_tokens} "
+            f"leave less than 8 of input.max_tokens {params.input.max_tokens} for the last message",
+        ),
+        (
+            list(params.calibrate.prompt_edges_tokens) == sorted(set(params.calibrate.prompt_edges_tokens)),
+            f"calibrate.prompt_edges_tokens {list(params.calibrate.prompt_edges_tokens)} must rise",
         ),
         (
             label.granularity_tokens % train.fine_granularity_tokens == 0,

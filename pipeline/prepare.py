@@ -1,7 +1,9 @@
-"""Stage prepare: clean first turns of ShareGPT, split by root conversation.
+"""Stage prepare: whole, clean conversations of ShareGPT, split so that nothing of the test is met in training.
 
-Reads `prepare.*` and `seed`; writes data/prepared/{train,validation,calibration,test}.jsonl and report.json, in which
-every row of the source is either kept or counted under the reason why not.
+Reads `prepare.*` and `seed`; writes data/prepared/{train,validation,calibration,test}.jsonl, one conversation a line
+with the indices of its usable replies, and report.json, in which every row of the source is either kept or counted
+under the reason why not. The split goes by root conversation, and conversations that share a near-duplicate question
+(MinHash, Broder 1997; datasketch) go together.
 
     python -m pipeline.prepare
 """
@@ -10,22 +12,31 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.files import SPLITS, dataset_of, progress, run_stage, write_json, write_json_lines
+from pipeline.files import SPLITS, progress, run_stage, write_json, write_json_lines
 from pipeline.params import PrepareParams, load_params
-from serving_plugin.bench.sharegpt import Conversation, FirstPair, ReadReport, first_pairs, read_conversations
+from serving_plugin.bench.chats import Chat, whole_chats
+from serving_plugin.bench.sharegpt import Conversation, ReadReport, read_conversations
 from serving_plugin.core.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 PREPARED_FOLDER = Path("data/prepared")
-_NOT_A_WORD = re.compile(r"[\W_]+")
+NUM_PERMUTATIONS = 128
+_WORD = re.compile(r"\w+")
+_MAX_WORDS = 400  # of a question: two that agree so far are one template
+_SHINGLE_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question long enough to be compared: its conversation's number and its word triples."""
+
+    chat: int
+    shingles: frozenset[bytes]
 
 
 def split_of(root_id: str, seed: int, shares: Mapping[str, float]) -> str:
@@ -42,46 +53,54 @@ def split_of(root_id: str, seed: int, shares: Mapping[str, float]) -> str:
     return [name for name, share in shares.items() if share > 0][-1]  # shares that sum to a hair under one
 
 
-def near_duplicate_key(prompt: str, num_chars: int) -> str:
-    """The first `num_chars` letters and digits of a prompt: equal for two fillings of one template."""
-    plain = _NOT_A_WORD.sub("", unicodedata.normalize("NFKC", prompt).casefold())
-    return plain[:num_chars]
+def shingles_of(text: str, min_words: int) -> frozenset[bytes]:
+    """Word triples of a question's beginning; empty when it has fewer than `min_words` words."""
+    words = _WORD.findall(text[: 20 * _MAX_WORDS].lower())[:_MAX_WORDS]
+    if len(words) < max(min_words, _SHINGLE_WORDS):
+        return frozenset()
+    triples = (words[i : i + _SHINGLE_WORDS] for i in range(len(words) - _SHINGLE_WORDS + 1))
+    return frozenset(" ".join(triple).encode() for triple in triples)
 
 
-def clean_pairs(pairs: Iterable[FirstPair], params: PrepareParams, report: ReadReport) -> Iterator[FirstPair]:
-    """Pairs within the length limits, one for each distinct prompt, at most `max_prompts`; the others are counted."""
-    seen: set[bytes] = set()
-    num_kept = 0
-    for pair in pairs:
-        if params.max_prompts is not None and num_kept == params.max_prompts:
-            report.dropped["over_max_prompts"] += 1
-            continue
-        digest = hashlib.sha256(" ".join(pair.prompt.split()).casefold().encode()).digest()
-        if len(pair.prompt) < params.min_prompt_chars:
-            report.dropped["prompt_too_short"] += 1
-        elif len(pair.prompt) > params.max_prompt_chars:
-            report.dropped["prompt_too_long"] += 1
-        elif digest in seen:
-            report.dropped["same_prompt_as_an_earlier_row"] += 1
-        else:
-            seen.add(digest)
-            num_kept += 1
-            yield pair
+def near_duplicate_groups(chats: Sequence[Chat], params: PrepareParams) -> list[str]:
+    """For each conversation the root id of the first one of its group: two belong together if any of their questions
+    are near-duplicates, directly or through others."""
+    questions = [
+        _Question(number, shingles)
+        for number, chat in enumerate(chats)
+        for turn in chat.turns
+        if turn.role == "user" and (shingles := shingles_of(turn.text, params.near_duplicate_min_words))
+    ]
+    leader = list(range(len(chats)))
+
+    def find(number: int) -> int:
+        while leader[number] != number:
+            leader[number] = leader[leader[number]]
+            number = leader[number]
+        return number
+
+    for left, right in _near_pairs(questions, params.near_duplicate_similarity):
+        a, b = find(questions[left].chat), find(questions[right].chat)
+        leader[max(a, b)] = min(a, b)
+    return [chats[find(number)].root_id for number in range(len(chats))]
 
 
-def split_rows(rows: Iterable[Mapping[str, Any]], params: PrepareParams, seed: int) -> Iterator[tuple[str, bool]]:
-    """(split, moved) of each row.
+def _near_pairs(questions: Sequence[_Question], similarity: float) -> Iterator[tuple[int, int]]:
+    """Index pairs whose triples have at least this Jaccard similarity: found by MinHash, confirmed exactly."""
+    from datasketch import MinHash, MinHashLSH
 
-    A near-duplicate of an earlier prompt goes where that one went (moved), so that a template learned in training is
-    not met again in the test.
-    """
-    shares = params.shares.as_dict()
-    split_of_key: dict[str, str] = {}
-    for row in rows:
-        own = split_of(row["root_id"], seed, shares)
-        key = near_duplicate_key(row["prompt"], params.near_duplicate_chars)
-        split = split_of_key.setdefault(key, own) if len(key) == params.near_duplicate_chars else own
-        yield split, split != own
+    if not questions:
+        return
+    # looser than asked, since a hash misses what lies at its threshold; what it finds is measured exactly
+    index = MinHashLSH(threshold=max(0.1, similarity - 0.15), num_perm=NUM_PERMUTATIONS)
+    hashes = MinHash.generator((question.shingles for question in questions), num_perm=NUM_PERMUTATIONS)
+    for number, minhash in enumerate(hashes):
+        own = questions[number].shingles
+        for found in index.query(minhash):
+            other = questions[int(found)].shingles
+            if len(own & other) >= similarity * len(own | other):
+                yield int(found), number
+        index.insert(str(number), minhash)
 
 
 def prepare(params: PrepareParams, seed: int, folder: Path = PREPARED_FOLDER) -> dict[str, Any]:
@@ -92,56 +111,68 @@ def prepare(params: PrepareParams, seed: int, folder: Path = PREPARED_FOLDER) ->
     """
     report = ReadReport()
     progress(f"prepare: reading {params.source}")
-
-    def rows() -> Iterator[dict[str, str]]:
-        conversations = _with_progress(read_conversations(params.source, report))
-        for pair in clean_pairs(first_pairs(conversations, report), params, report):
-            yield asdict(pair)
-
-    with dataset_of(rows, dict.fromkeys(("id", "root_id", "prompt", "reply"), "string")) as pairs:
-        placed = list(split_rows(pairs, params, seed))
-        pairs = pairs.add_column("split", [split for split, _ in placed])
-        counts = {name: _write_split(pairs, name, folder) for name in SPLITS}
-    empty = [name for name, share in params.shares.as_dict().items() if share > 0 and counts[name] == 0]
+    stream = whole_chats(_with_progress(read_conversations(params.source, report)), report)
+    chats = list(islice(stream, params.max_conversations))
+    for chat in stream:
+        report.dropped["over_max_conversations"] += 1
+        report.dropped["reply_of_a_dropped_row"] += len(chat.replies)
+    progress(f"prepare: {len(chats)} conversations; looking for near-duplicate questions")
+    leaders = near_duplicate_groups(chats, params)
+    shares = params.shares.as_dict()
+    splits = [split_of(leader, seed, shares) for leader in leaders]
+    for name in SPLITS:
+        chosen = (chat for chat, split in zip(chats, splits, strict=True) if split == name)
+        write_json_lines(folder / f"{name}.jsonl", map(_row, chosen))
+    empty = [name for name, share in shares.items() if share > 0 and name not in splits]
     if empty:
         raise ConfigurationError(
-            f"no prompt fell into {', '.join(empty)} ({sum(counts.values())} prompts in all): raise "
-            f"prepare.max_prompts or widen prepare.min_prompt_chars and prepare.max_prompt_chars"
+            f"no conversation fell into {', '.join(empty)} ({len(chats)} conversations in all): raise "
+            f"prepare.max_conversations or give a larger prepare.source"
         )
     result = {
         **report.to_json(),
-        "num_prompts": sum(counts.values()),
-        "splits": counts,
-        "num_moved_to_the_split_of_a_near_duplicate": sum(moved for _, moved in placed),
+        "num_chats": len(chats),
+        "num_replies": sum(len(chat.replies) for chat in chats),
+        "splits": {name: _describe(chats, splits, name) for name in SPLITS},
+        "num_moved_to_the_split_of_a_near_duplicate": sum(
+            split != split_of(chat.root_id, seed, shares) for chat, split in zip(chats, splits, strict=True)
+        ),
     }
     write_json(folder / "report.json", result)
     _say(result)
     return result
 
 
-def _write_split(pairs: Dataset, name: str, folder: Path) -> int:
-    chosen = pairs.filter(lambda split: split == name, input_columns="split")
-    write_json_lines(folder / f"{name}.jsonl", (dict(row) for row in chosen))
-    return len(chosen)
+def _row(chat: Chat) -> dict[str, Any]:
+    return {
+        "root_id": chat.root_id,
+        "messages": [{"role": turn.role, "content": turn.text} for turn in chat.turns],
+        "replies": list(chat.replies),
+    }
+
+
+def _describe(chats: Sequence[Chat], splits: Sequence[str], name: str) -> dict[str, int]:
+    chosen = [chat for chat, split in zip(chats, splits, strict=True) if split == name]
+    return {"num_chats": len(chosen), "num_replies": sum(len(chat.replies) for chat in chosen)}
 
 
 def _with_progress(conversations: Iterable[Conversation], every: int = 5000) -> Iterator[Conversation]:
     for number, conversation in enumerate(conversations, start=1):
         if number % every == 0:
-            progress(f"prepare: {number} conversations read")
+            progress(f"prepare: {number} rows read")
         yield conversation
 
 
 def _say(result: Mapping[str, Any]) -> None:
     dropped = ", ".join(f"{reason} {count}" for reason, count in result["dropped"].items())
-    splits = ", ".join(f"{name} {count}" for name, count in result["splits"].items())
-    progress(f"prepare: {result['num_conversations']} whole conversations, dropped: {dropped or 'none'}")
+    splits = ", ".join(f"{name} {split['num_replies']}" for name, split in result["splits"].items())
+    progress(f"prepare: {result['num_conversations']} rows, dropped: {dropped or 'none'}")
     if result["truncated_at_byte"] is not None:
         progress(
             f"prepare: the source is cut off: its last {result['num_truncated_bytes']} bytes, from byte "
-            f"{result['truncated_at_byte']}, are no whole conversation"
+            f"{result['truncated_at_byte']}, are no whole row"
         )
-    progress(f"prepare: {result['num_prompts']} prompts: {splits}")
+    progress(f"prepare: {result['num_chats']} conversations, {result['num_replies']} replies: {splits}")
 
 
 def main() -> None:

@@ -141,10 +141,20 @@ def first_pairs(conversations: Iterable[Conversation], report: ReadReport | None
         prompt, reply = _without_system(conversation.turns)[:2]
         if conversation.turns[0].role == "system":
             report.handled["leading_system_turn_skipped"] += 1  # banners of sharing sites, not instructions
-        text = _COPY_BUTTON.sub(r"\1", reply.text)
+        text = without_copy_button(reply.text)
         if text != reply.text:
             report.handled["copy_button_label_removed"] += 1
         yield FirstPair(conversation.id, conversation.root_id, prompt.text, text)
+
+
+def without_copy_button(reply: str) -> str:
+    """The reply without the labels of the page's "Copy code" buttons, which nobody wrote."""
+    return _COPY_BUTTON.sub(r"\1", reply)
+
+
+def is_page_markup(reply: str) -> bool:
+    """Whether the page's own markup was saved in place of the reply's text."""
+    return _PAGE_MARKUP.match(reply) is not None
 
 
 def locate(source: str) -> str:
@@ -414,6 +424,6 @@ def _why_no_pair(conversation: Conversation) -> str | None:
         return "blank_prompt"
     if not turns[1].text.strip():
         return "blank_reply"
-    if _PAGE_MARKUP.match(turns[1].text):
+    if is_page_markup(turns[1].text):
         return "reply_is_page_markup"
     return None
