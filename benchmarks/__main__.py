@@ -19,9 +19,37 @@ def _serve() -> ModuleType:
     return serve
 
 
+def _predictor() -> ModuleType:
+    from benchmarks import predictor
+
+    return predictor
+
+
+def _refresh() -> ModuleType:
+    from benchmarks import refresh
+
+    return refresh
+
+
+def _losses() -> ModuleType:
+    from benchmarks import losses
+
+    return losses
+
+
+def _backbones() -> ModuleType:
+    from benchmarks import backbones
+
+    return backbones
+
+
 # Imported when asked for: `--list` must not load what a benchmark needs.
 BENCHMARKS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
     "serve": ("the paper's five workloads on TetriServe and plain vLLM (figures 11-15)", _serve),
+    "predictor": ("what a length forecast costs, alone and beside a prefill instance (figure 17)", _predictor),
+    "refresh": ("what the first output tokens tell of a reply's length, offline", _refresh),
+    "losses": ("what each option of the predictor's training adds, on the validation split", _losses),
+    "backbones": ("what a forecast costs by the size of the backbone", _backbones),
 }
 
 app = typer.Typer(add_completion=False, help="Experiments against peers; results name the command that made them.")
@@ -45,11 +73,12 @@ def main(
     if name not in BENCHMARKS:
         what = "no benchmark named" if name is None else f"unknown benchmark {name!r}"
         raise ConfigurationError(f"{what}; known are {', '.join(BENCHMARKS)}")
-    from serving_plugin.bench.console import deliver, require_writable
+    from serving_plugin.bench.console import require_writable
 
     require_writable(json_path, report)
-    result = BENCHMARKS[name][1]().run(model, source, short)
-    if not deliver(result, json_path, report):
+    benchmark = BENCHMARKS[name][1]()
+    result = benchmark.run(model, source, short)
+    if not benchmark.deliver(result, json_path, report):
         raise typer.Exit(1)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving_plugin.bench.compare import BenchResult, MeasureOptions
-from serving_plugin.bench.console import ConsoleWatcher
+from serving_plugin.bench.console import ConsoleWatcher, deliver
 from serving_plugin.bench.session import (
     Comparison,
     WorkloadOptions,
@@ -19,6 +19,8 @@ from serving_plugin.bench.session import (
 )
 from serving_plugin.bench.systems import SystemName, SystemSettings, default_chunk_tokens, detect_hardware, plan_system
 from serving_plugin.bench.workloads import WorkloadName
+
+__all__ = ["deliver", "run"]
 
 
 @dataclass(frozen=True, slots=True)

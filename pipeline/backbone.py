@@ -61,24 +61,24 @@ def load_tokenizer(path: str) -> Tokenizer:
         ) from None
 
 
-def load_classifier(path: str, num_labels: int | None = None) -> Any:
-    """`AutoModelForSequenceClassification` in float32 (a checkpoint's own dtype may be float16), in evaluation mode.
+def load_backbone(path: str) -> Any:
+    """The pretrained model without a head, in float32 (a checkpoint's own dtype may be float16), in evaluation mode.
 
     Raises:
-        ConfigurationError: no model at `path`, or one without a padding token: it decides which token is pooled.
+        ConfigurationError: no model at `path`, or one without a padding token.
     """
     import torch
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModel
 
-    labels = {} if num_labels is None else {"num_labels": num_labels}
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, **labels)
+        config = AutoConfig.from_pretrained(path)
+        # BERT's pooling layer is trained for another task, and would be one more thing to export
+        without_pooler = {"add_pooling_layer": False} if config.model_type in ("bert", "roberta") else {}
+        model = AutoModel.from_pretrained(path, dtype=torch.float32, **without_pooler)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"no backbone at {path!r} ({_first_line(error)}); correct train.backbone") from None
     if model.config.pad_token_id is None:
-        raise ConfigurationError(
-            f"backbone {path!r} has no pad_token_id, which decides the token that is pooled; take another"
-        )
+        raise ConfigurationError(f"backbone {path!r} has no pad_token_id to fill batches with; take another")
     return model.eval()
 
 

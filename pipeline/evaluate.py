@@ -1,133 +1,241 @@
-"""Stage evaluate: score the checkpoint on the test split, beside the modal bucket and with bootstrap intervals.
+"""Stage evaluate: the calibrated checkpoint on the test split and on the target's own replies, beside every baseline.
 
-Writes `metrics/evaluate.json` (flat) and the plots `confusion.csv`, `accuracy.csv` and `predicted_lengths.png`.
+Writes `metrics/evaluate.json` and `metrics/headlines.json`, the plots accuracy.csv, confusion.csv, reliability.csv,
+reliability.png, coverage.csv, coverage.png and predicted_lengths.png, and
+`models/predictor/evaluation/test_predictions.npz`, from which the registration gate compares row by row.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from pipeline.backbone import load_classifier
+from pipeline.baselines import PREDICTIONS as BASELINE_PREDICTIONS
+from pipeline.calibrate import CALIBRATION, Checkpoint
 from pipeline.files import progress, run_stage, write_json, write_text
 from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.params import Params, load_params
 from pipeline.tracking import load_run_id, tracked_run
 from pipeline.train import CHECKPOINT, LABELLED
-from serving_plugin.predictor.encoding import PromptEncoder, pad_batch
-from serving_plugin.predictor.metrics import bucket_of, regroup, score_split
+from serving_plugin.predictor import plots, summary, tables
+from serving_plugin.predictor.baselines import read_baselines, write_arrays
+from serving_plugin.predictor.ceiling import resample_oracle
+from serving_plugin.predictor.metrics import MARGINAL, score_split
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.spec import TOKENIZER_FILE, PredictorSpec
+from serving_plugin.predictor.scores import Array, Forecasts, Truth, bucket_of, row_scores
+from serving_plugin.predictor.spec import PredictorSpec
 
-if TYPE_CHECKING:
-    from serving_plugin.predictor.encoding import EncodedPrompt
+HEADLINES_NAME = "headlines.json"
+# What `dvc metrics show` and `diff` compare; evaluate.json holds everything.
+HEADLINES = (
+    "accuracy_100", "accuracy_200", "accuracy_400", "modal_accuracy_200", "gain_over_modal_200",
+    "gain_over_modal_200_low", "gain_over_modal_200_high", "kendall_tau", "auroc_heavy", "mae_tokens", "crps_tokens",
+    "nll", "ece", "coverage", "over_reserved_tokens", "target_accuracy_200", "target_modal_accuracy_200",
+    "target_kendall_tau", "target_auroc_heavy", "target_coverage",
+)  # fmt: skip
 
-METRICS = Path("metrics/evaluate.json")
-PLOTS = Path("plots")
-BATCH_SIZE = 32
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the stage writes: a metrics file (its headlines beside it), a folder of plots, and the test rows' scores."""
+
+    metrics: Path = Path("metrics/evaluate.json")
+    plots: Path = Path("plots")
+    predictions: Path = Path("models/predictor/evaluation/test_predictions.npz")
 
 
 def evaluate(
-    params: Params, labelled: Path, checkpoint: Path, metrics: Path, plots: Path, tracking_uri: str
+    params: Params,
+    labelled: Path,
+    checkpoint: Path,
+    calibration: Path,
+    baselines: Path | None,
+    outputs: Outputs,
+    tracking_uri: str,
 ) -> dict[str, Any]:
-    """Score the checkpoint; returns what `metrics` holds."""
-    spec = PredictorSpec.load(checkpoint)
+    """Score the calibrated checkpoint; returns what `outputs.metrics` holds.
+
+    `baselines` is the file of stage baselines; None compares with the modal bucket and the marginal distribution only.
+    On the target's own replies every key begins with `target_`.
+
+    Raises:
+        ConfigurationError: a file is missing, or the baselines were made for other data.
+    """
+    loaded = Checkpoint.load(checkpoint, calibration)
     rows = read_rows(labelled / "test.jsonl")
-    encoder = PromptEncoder.from_file(checkpoint / TOKENIZER_FILE, spec.max_input_tokens, spec.head_tokens)
-    progress(f"evaluate: {len(rows)} rows of the test split")
-    model = load_classifier(str(checkpoint))
-    probabilities = torch_probabilities(model, encoder.encode_batch([row.prompt for row in rows]), spec)
-    settings = params.evaluate
-    widths = sorted({*settings.granularities_tokens, spec.granularity_tokens})
-    report = score_split(
-        spec,
-        probabilities,
-        rows,
-        granularities_tokens=widths,
-        heavy_over_tokens=settings.heavy_over_tokens,
-        num_resamples=settings.num_bootstrap,
-        seed=params.seed,
-    )
-    report["source"] = spec.source
-    report |= score_target_replies(params, spec, model, encoder, labelled / TARGET_REPLIES_FILE)
-    write_json(metrics, report)
-    write_text(plots / "accuracy.csv", accuracy_table(report, widths))
-    write_text(plots / "confusion.csv", confusion_table(spec, probabilities, rows))
-    _plot_lengths(plots / "predicted_lengths.png", spec, probabilities, rows)
+    progress(f"evaluate: {len(rows)} replies of the test split")
+    probabilities = loaded.probabilities(rows)
+    rivals = {} if baselines is None else read_baselines(baselines, [row.id for row in rows], loaded.spec.edges_tokens)
+    report = score(params, loaded.spec, probabilities, rows, rivals)
+    report["source"] = loaded.spec.source
+    oracle = ceiling(params, rows)
+    progress_table(report, oracle, loaded.spec.granularity_tokens, "test split")
+    if oracle is not None:
+        report["oracle"] = oracle
+    report |= score_target_replies(params, loaded, labelled / TARGET_REPLIES_FILE, baselines)
+    write_json(outputs.metrics, report)
+    write_json(outputs.metrics.with_name(HEADLINES_NAME), {name: report[name] for name in HEADLINES if name in report})
+    truth = Truth.of(rows)
+    forecasts = truth.forecasts(loaded.spec.edges_tokens, probabilities)
+    write_plots(outputs.plots, report, loaded.spec, forecasts, truth, rivals)
+    write_arrays(outputs.predictions, row_predictions(report, forecasts, truth))
     _log(report, load_run_id(checkpoint), tracking_uri)
-    width = spec.granularity_tokens
-    progress(
-        f"evaluate: accuracy_{width} {report[f'accuracy_{width}']:.3f}, modal {report[f'modal_accuracy_{width}']:.3f}"
-    )
     return report
 
 
-def score_target_replies(
-    params: Params, spec: PredictorSpec, model: Any, encoder: PromptEncoder, path: Path
+def score(
+    params: Params,
+    spec: PredictorSpec,
+    probabilities: Array,
+    rows: Sequence[LabelledRow],
+    baselines: Mapping[str, Array],
+    *,
+    own_modal: bool = False,
 ) -> dict[str, Any]:
-    """How a predictor of recorded replies serves the target: `target_...` metrics on the target's own replies.
-
-    Many of them are cut at generate.max_tokens, so what counts is AUROC and rank correlation; {} without such rows.
-    """
-    rows = read_rows(path) if path.exists() and path.stat().st_size else []
-    if not rows:
-        return {}
-    report = score_split(
+    """`metrics.score_split` with the settings of `evaluate.*`."""
+    settings = params.evaluate
+    return score_split(
         spec,
-        torch_probabilities(model, encoder.encode_batch([row.prompt for row in rows]), spec),
+        probabilities,
         rows,
-        granularities_tokens=[spec.granularity_tokens],
-        heavy_over_tokens=params.evaluate.heavy_over_tokens,
-        num_resamples=params.evaluate.num_bootstrap,
+        baselines=baselines,
+        granularities_tokens=settings.granularities_tokens,
+        heavy_over_tokens=settings.heavy_over_tokens,
+        coverage=settings.coverage,
+        num_resamples=settings.num_bootstrap,
+        seed=params.seed,
+        own_modal=own_modal,
+    )
+
+
+def ceiling(params: Params, rows: Sequence[LabelledRow]) -> dict[str, Any] | None:
+    """The noise ceiling of these rows; None without repeated replies."""
+    settings = params.evaluate
+    return resample_oracle(
+        rows,
+        granularities_tokens=sorted({*settings.granularities_tokens, params.label.granularity_tokens}),
+        num_resamples=settings.num_bootstrap,
         seed=params.seed,
     )
-    kept = ("num_rows", "num_censored", "kendall_tau", "auroc_heavy")
-    return {f"target_{name}": value for name, value in report.items() if name.startswith(kept)}
 
 
-def torch_probabilities(model: Any, prompts: Sequence[EncodedPrompt], spec: PredictorSpec) -> np.ndarray:
-    """(prompts, fine buckets) from the PyTorch model, on the GPU where there is one."""
-    import torch
+def score_target_replies(params: Params, loaded: Checkpoint, path: Path, baselines: Path | None) -> dict[str, Any]:
+    """The same table on the target's own replies as `target_...`, with their noise ceiling; {} without such rows.
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to(device)
-    result = np.empty((len(prompts), spec.num_buckets), dtype=np.float32)
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    with torch.inference_mode():
-        for start in range(0, len(prompts), BATCH_SIZE):
-            chosen = by_length[start : start + BATCH_SIZE]
-            input_ids, attention_mask = pad_batch([prompts[i].ids for i in chosen], spec.pad_token_id)
-            logits = model(
-                input_ids=torch.from_numpy(input_ids).to(device),
-                attention_mask=torch.from_numpy(attention_mask).to(device),
-            ).logits
-            result[chosen] = torch.softmax(logits.float(), dim=-1).cpu().numpy()
-    model.to("cpu")
-    return result
+    A predictor of recorded replies has never seen one of them. `own_modal` is their own modal bucket, in hindsight.
+    """
+    rows = read_rows(path) if path.is_file() and path.stat().st_size else []
+    if not rows:
+        return {}
+    spec = loaded.spec
+    progress(f"evaluate: {len(rows)} replies of {spec.target_model}")
+    rivals = {} if baselines is None else read_baselines(baselines, [row.id for row in rows], spec.edges_tokens)
+    report = score(params, spec, loaded.probabilities(rows), rows, rivals, own_modal=True)
+    oracle = ceiling(params, rows)
+    progress_table(report, oracle, spec.granularity_tokens, f"replies of {spec.target_model}")
+    if oracle is not None:
+        report["oracle"] = oracle
+    return {f"target_{name}": value for name, value in report.items()}
 
 
-def accuracy_table(report: dict[str, Any], granularities_tokens: Sequence[int]) -> str:
-    """CSV: granularity, model, accuracy."""
-    lines = [
-        (width, model, report[f"{key}_{width}"])
-        for width in granularities_tokens
-        for model, key in (("predictor", "accuracy"), ("modal bucket", "modal_accuracy"))
-    ]
+def progress_table(
+    report: Mapping[str, Any], oracle: Mapping[str, Any] | None, granularity_tokens: int, title: str
+) -> None:
+    """Scores and gains with their intervals, line by line."""
+    for heading, table in (
+        (f"{title}, [95 % intervals by conversation]", summary.score_table(report, oracle)),
+        (f"{title}, what the predictor adds (above zero is better)", summary.gain_table(report)),
+    ):
+        for line in (f"evaluate: {heading}", *table.lines()):
+            progress(line)
+    progress(f"evaluate: {title}: {summary.verdict(report, granularity_tokens)}")
+
+
+def row_predictions(report: Mapping[str, Any], forecasts: Forecasts, truth: Truth) -> dict[str, Array]:
+    """The arrays of test_predictions.npz, (rows,) each: what a later model is compared with, row by row.
+
+    `cap_tokens` (one number, -1: none) is where lengths and forecasts were cut before they were scored.
+    """
+    widths = summary.widths_of(report)
+    by_row = row_scores(forecasts, truth.lengths_tokens, widths, report["coverage_nominal"])
+    return {
+        "ids": np.asarray(truth.ids),
+        "roots": np.asarray(truth.roots),
+        "lengths_tokens": truth.lengths_tokens,
+        "mean_tokens": forecasts.means().astype(np.float32),
+        **{f"hit_{width}": by_row[f"accuracy_{width}"] for width in widths},
+        "crps_tokens": by_row["crps_tokens"].astype(np.float32),
+        "cap_tokens": np.asarray(-1 if truth.cap_tokens is None else truth.cap_tokens),
+    }
+
+
+def write_plots(
+    folder: Path,
+    report: Mapping[str, Any],
+    spec: PredictorSpec,
+    forecasts: Forecasts,
+    truth: Truth,
+    baselines: Mapping[str, Array],
+) -> None:
+    """Every plot of the test split."""
+    width = spec.granularity_tokens
+    bins = tables.reliability(forecasts, truth, width)
+    everyone = np.broadcast_to(np.asarray(spec.train_counts), (len(truth.ids), spec.num_buckets))
+    curves = {summary.PREDICTOR: tables.coverage_curve(forecasts, truth)}
+    for name, weights in {MARGINAL: everyone, **baselines}.items():
+        curves[summary.title_of(name)] = tables.coverage_curve(truth.forecasts(spec.edges_tokens, weights), truth)
+    write_text(folder / "accuracy.csv", accuracy_table(report))
+    write_text(folder / "confusion.csv", confusion_table(forecasts, truth, width))
+    write_text(
+        folder / "reliability.csv",
+        _csv(
+            ("probability_low", "probability_high", "num_rows", "probability", "came"),
+            [(b.low, b.high, b.num_rows, f"{b.confidence:.4f}", f"{b.accuracy:.4f}") for b in bins],
+        ),
+    )
+    write_text(
+        folder / "coverage.csv",
+        _csv(
+            ("model", "level", "covered", "over_reserved_tokens"),
+            [
+                (model, point.level, f"{point.coverage:.4f}", f"{point.over_reserved_tokens:.1f}")
+                for model, points in curves.items()
+                for point in points
+            ],
+        ),
+    )
+    pictures = {
+        "reliability.png": [plots.draw_reliability(bins, width)],
+        "coverage.png": [plots.draw_coverage(curves[summary.PREDICTOR]), plots.draw_cost_of_coverage(curves)],
+        "predicted_lengths.png": [plots.draw_lengths(truth.lengths_tokens, forecasts.means())],
+    }
+    for name, panels in pictures.items():
+        (folder / name).write_bytes(plots.png(*panels))
+
+
+def accuracy_table(report: Mapping[str, Any]) -> str:
+    """CSV: granularity, model, accuracy; of everything that was compared."""
+    lines = []
+    for width in summary.widths_of(report):
+        lines.append((width, summary.PREDICTOR, report[f"accuracy_{width}"]))
+        for name, scores in report["baselines"].items():
+            lines.append((width, summary.title_of(name), scores[f"accuracy_{width}"]))
     return _csv(("granularity_tokens", "model", "accuracy"), lines)
 
 
-def confusion_table(spec: PredictorSpec, probabilities: np.ndarray, rows: Sequence[LabelledRow]) -> str:
-    """CSV: one line per test row, actual and predicted bucket at the published granularity."""
-    width = spec.granularity_tokens
-    coarse = regroup(spec.edges_tokens, probabilities, width)
-    actual = bucket_of(np.asarray([row.output_tokens for row in rows]), width, coarse.shape[1])
-    names = [f"{i * width:05d}-{(i + 1) * width:05d}" for i in range(coarse.shape[1])]  # zeros: DVC sorts as text
+def confusion_table(forecasts: Forecasts, truth: Truth, granularity_tokens: int) -> str:
+    """CSV: one line per test row, actual and predicted bucket."""
+    coarse = forecasts.regrouped(granularity_tokens)
+    actual = bucket_of(truth.lengths_tokens, granularity_tokens, coarse.shape[1])
+    ends = [(i * granularity_tokens, (i + 1) * granularity_tokens) for i in range(coarse.shape[1])]
+    names = [f"{low:05d}-{high:05d}" for low, high in ends]  # zeros: DVC sorts as text
     lines = [(names[a], names[p]) for a, p in zip(actual, coarse.argmax(axis=1), strict=True)]
     return _csv(("actual", "predicted"), lines)
 
@@ -138,26 +246,7 @@ def _csv(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def _plot_lengths(path: Path, spec: PredictorSpec, probabilities: np.ndarray, rows: Sequence[LabelledRow]) -> None:
-    """Actual against expected length, one dot per test row."""
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
-
-    edges = np.asarray(spec.edges_tokens)
-    expected = probabilities @ ((edges[:-1] + edges[1:] - 1) / 2)
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.scatter([row.output_tokens for row in rows], expected, s=4, alpha=0.4)
-    axes.plot([0, edges[-1]], [0, edges[-1]], color="black", linewidth=0.8)
-    axes.set(
-        xlabel="actual output length, tokens",
-        ylabel="expected output length, tokens",
-        xlim=(0, edges[-1]),
-        ylim=(0, edges[-1]),
-    )
-    figure.savefig(path, dpi=120)
-
-
-def _log(report: dict[str, Any], run_id: str, tracking_uri: str) -> None:
+def _log(report: Mapping[str, Any], run_id: str, tracking_uri: str) -> None:
     with tracked_run(tracking_uri, run_id):
         import mlflow
 
@@ -168,7 +257,7 @@ def _log(report: dict[str, Any], run_id: str, tracking_uri: str) -> None:
 
 def main() -> None:
     """Entry point."""
-    evaluate(load_params(), LABELLED, CHECKPOINT, METRICS, PLOTS, default_tracking_uri())
+    evaluate(load_params(), LABELLED, CHECKPOINT, CALIBRATION, BASELINE_PREDICTIONS, Outputs(), default_tracking_uri())
 
 
 if __name__ == "__main__":

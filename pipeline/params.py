@@ -150,7 +150,8 @@ class TrainParams:
     """The predictor. `backbone` is a folder, a hub name, `package:NAME` or `tiny-opt`; null in `max_...`: all.
 
     The loss is cross-entropy over buckets of `fine_granularity_tokens`, with `label_smoothing_tokens` 0 and both
-    weights 0 the paper's. `use_features` gives the lengths of the conversation so far to the head as numbers.
+    weights 0 the paper's. The head is trained alone for `head_epochs` first. `use_features` gives the lengths of the
+    conversation so far to the head as numbers.
     `dtype` is that of the arithmetic (autocast); weights stay float32.
     """
 
@@ -158,6 +159,7 @@ class TrainParams:
     epochs: Annotated[float, Within(0.01)]
     batch_size: Annotated[int, Within(1)]
     learning_rate: Annotated[float, Within(0, 1)]
+    head_epochs: Annotated[int, Within(0)]
     head_learning_rate: Annotated[float, Within(0, 1)]
     weight_decay: Annotated[float, Within(0, 1)]
     warmup_share: Annotated[float, Within(0, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +13,22 @@ import pytest
 
 from pipeline.params import Params, load_profile
 
-LABELLED_ROWS = {"train": 160, "validation": 40, "calibration": 20, "test": 60}
+# Before torch loads, as in `run_stage`: threads that spin at barriers cost a multiple where cores are shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+LABELLED_ROWS = {"train": 160, "validation": 40, "calibration": 40, "test": 60}
 
 
 @dataclass(frozen=True)
 class TrainedPredictor:
-    """A tiny predictor that went once through train, evaluate, export and register, and where each left its files."""
+    """A tiny predictor that went once through every stage from train to register, and where each left its files."""
 
     params: Params
     labelled: Path
     checkpoint: Path
+    calibration: Path
+    baselines: Path
+    predictions: Path
     export: Path
     metrics: Path
     plots: Path
@@ -40,14 +47,16 @@ def tiny_params(**train: Any) -> Params:
     """Profile `ci` made to learn the rows of `write_labelled_rows`; `train` overrides train.*."""
     params = load_profile("ci")
     learning = {
-        "epochs": 8.0, "batch_size": 16, "learning_rate": 1e-3, "max_input_tokens": 24, "head_tokens": 12,
-        "label_smoothing_tokens": 0.0, "expected_value_weight": 0.0,
+        "epochs": 8.0, "batch_size": 16, "learning_rate": 1e-3, "label_smoothing_tokens": 0.0,
+        "expected_value_weight": 0.0, "ranking_weight": 0.0, "max_turns_per_conversation": None,
     }  # fmt: skip
     return replace(
         params,
         target=replace(params.target, name="tiny-target"),
         label=replace(params.label, max_length_tokens=599),
+        input=replace(params.input, max_tokens=24, opening_tokens=4, reply_tokens=4),
         train=replace(params.train, **{**learning, **train}),
+        baselines=replace(params.baselines, plain_cross_entropy=False),
         evaluate=replace(params.evaluate, num_bootstrap=50),
         export=replace(params.export, tolerance=1e-4, num_latency_runs=5),
         register=replace(params.register, allow_worse=False),
@@ -65,10 +74,10 @@ def write_labelled_rows(folder: Path, seed: int = 0) -> None:
         for i in range(num_rows):
             kind, low, high = rng.choice(kinds)
             length = rng.randint(low, high)
+            prompt = f"{kind} about {rng.choice(things)} and {rng.choice(things)}"
             row = {
-                "id": f"{split}{i}_0", "root_id": f"{split}{i // 2}", "source": "recorded",
-                "prompt": f"{kind} about {rng.choice(things)} and {rng.choice(things)}",
-                "num_prompt_tokens": 6, "output_tokens": length, "censored": False, "bucket": length // 200,
+                "root_id": f"{split}{i}", "source": "recorded", "messages": [{"role": "user", "content": prompt}],
+                "replies": [{"turn": 1, "output_tokens": length, "censored": False}],
             }  # fmt: skip
             lines.append(json.dumps(row) + "\n")
         (folder / f"{split}.jsonl").write_text("".join(lines))
@@ -76,26 +85,35 @@ def write_labelled_rows(folder: Path, seed: int = 0) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedPredictor:
-    """The four stages, run once for all tests."""
-    from pipeline.evaluate import evaluate
+    """The stages in their order, run once for all tests."""
+    from pipeline.baselines import run as fit_baselines
+    from pipeline.calibrate import calibrate
+    from pipeline.evaluate import Outputs, evaluate
     from pipeline.export import export
-    from pipeline.register import register
+    from pipeline.register import Championship, register
     from pipeline.tracking import load_run_id
     from pipeline.train import train
 
     root = tmp_path_factory.mktemp("trained")
     params, labelled, checkpoint, folder = tiny_params(), root / "labelled", root / "checkpoint", root / "export"
+    calibration, baselines, predictions = root / "calibration.json", root / "baselines.npz", root / "predictions.npz"
     metrics, plots, mlruns = root / "metrics", root / "plots", root / "mlruns"
     store = f"sqlite:///{mlruns / 'mlflow.db'}"
     write_labelled_rows(labelled)
     train(params, labelled, checkpoint, store)
-    evaluation = evaluate(params, labelled, checkpoint, metrics / "evaluate.json", plots, store)
-    exported = export(params.export, checkpoint, folder, metrics / "export.json", store)
-    run_id = load_run_id(checkpoint)
-    registered = register(params.register, folder, metrics / "evaluate.json", run_id, metrics / "register.json", store)
+    calibrate(params.calibrate, labelled, checkpoint, calibration)
+    fit_baselines(params, labelled, baselines)
+    outputs = Outputs(metrics / "evaluate.json", plots, predictions)
+    evaluation = evaluate(params, labelled, checkpoint, calibration, baselines, outputs, store)
+    exported = export(params.export, checkpoint, calibration, labelled, folder, metrics / "export.json", store)
+    registered = register(
+        params.register, folder, outputs.metrics, load_run_id(checkpoint), metrics / "register.json", store,
+        Championship(predictions, labelled / "test.jsonl"),
+    )  # fmt: skip
     return TrainedPredictor(
-        params, labelled, checkpoint, folder, metrics, plots, mlruns, evaluation, exported, registered
-    )
+        params, labelled, checkpoint, calibration, baselines, predictions, folder, metrics, plots, mlruns, evaluation,
+        exported, registered,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.predictor.conversation import Message, messages_of
+from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
 
 if TYPE_CHECKING:
     from serving_plugin.core.forecast import LengthForecast
     from serving_plugin.predictor.model import LengthPredictor
-
-DEFAULT_MODEL_URI = "models:/length-predictor@champion"
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="models:/NAME@ALIAS, models:/NAME/VERSION or a predictor folder.")
@@ -38,6 +39,9 @@ def register(app: typer.Typer) -> None:
 def predict(
     text: Annotated[str | None, typer.Argument(help="A prompt.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option("--file", help="Prompts, one a line; empty lines are skipped.")] = None,
+    conversation: Annotated[
+        Path | None, typer.Option("--conversation", help="A chat so far as JSON: OpenAI's messages, the question last.")
+    ] = None,
     model: ModelOption = DEFAULT_MODEL_URI,
     tracking_uri: TrackingOption = None,
     as_json: JsonOption = False,
@@ -45,11 +49,14 @@ def predict(
     """Forecast how many tokens the target LLM will answer with.
 
     Examples:  tetri predict "Write a haiku about rain"  |  tetri predict --file prompts.txt --json
+               tetri predict --conversation chat.json
     """
-    prompts = _read_prompts(text, file)
+    chats = [_read_conversation(conversation)] if conversation is not None and text is None and file is None else None
+    if chats is None:
+        chats = [(Message("user", prompt),) for prompt in _read_prompts(text, file, conversation)]
     predictor = _load(model, tracking_uri)
-    forecasts = predictor.predict(prompts)
-    described = [_describe(prompt, f, predictor) for prompt, f in zip(prompts, forecasts, strict=True)]
+    forecasts = predictor.predict(chats)
+    described = [_describe(chat[-1].content, f, predictor) for chat, f in zip(chats, forecasts, strict=True)]
     if as_json:
         for line in described:
             typer.echo(json.dumps(line, ensure_ascii=False))
@@ -64,26 +71,72 @@ def evaluate(
     data: Annotated[Path, typer.Option("--data", help="Labelled rows, JSON lines.")] = Path("data/labelled/test.jsonl"),
     tracking_uri: TrackingOption = None,
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples for the intervals; 0: none.")] = 200,
+    baselines: Annotated[
+        Path | None,
+        typer.Option(
+            help="Forecasts of other methods for these rows; default: what `dvc repro baselines` left, if it fits."
+        ),
+    ] = None,
+    report_path: Annotated[
+        Path | None, typer.Option("--report", help="Also write a self-contained HTML page.", metavar="PATH.html")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a predictor on labelled rows, beside always naming the modal bucket.
+    """Score a predictor on labelled rows, beside always naming the modal bucket and other baselines.
 
-    Examples:  tetri evaluate  |  tetri evaluate models/predictor/export --data data/labelled/validation.jsonl --json
+    Examples:  tetri evaluate --report page.html  |  tetri evaluate models/predictor/export --data rows.jsonl --json
     """
-    import numpy as np
-
+    from serving_plugin.predictor.ceiling import resample_oracle
     from serving_plugin.predictor.metrics import score_split
     from serving_plugin.predictor.rows import read_rows
 
     rows = read_rows(data)
     predictor = _load(model, tracking_uri)
-    probabilities = predictor.probabilities(predictor.encode([row.prompt for row in rows]))
-    report = score_split(predictor.spec, np.asarray(probabilities), rows, num_resamples=resamples)
-    report = {"model": predictor.resolved.uri, "version": predictor.resolved.version, "data": str(data), **report}
+    spec = predictor.spec
+    rivals, notes = _read_baselines(baselines, [row.id for row in rows], spec.edges_tokens)
+    probabilities = predictor.conversation_probabilities(rows)
+    scores = score_split(
+        spec,
+        probabilities,
+        rows,
+        baselines=rivals,
+        num_resamples=resamples,
+        own_modal=any(row.source != spec.source for row in rows),
+    )
+    oracle = resample_oracle(rows, num_resamples=resamples)
+    facts = {"model": predictor.resolved.uri, "version": predictor.resolved.version, "data": str(data)}
+    if report_path is not None:
+        from serving_plugin.predictor.report import Evaluated, write_report
+
+        write_report(Evaluated(spec, probabilities, rows, scores, rivals, oracle, facts, notes, resamples), report_path)
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        more = {} if oracle is None else {"oracle": oracle}
+        typer.echo(json.dumps({**facts, **scores, **more, "notes": notes}, indent=2))
         return
-    _print_scores(report)
+    _print_scores({**facts, **scores}, spec.granularity_tokens)
+    for note in notes:
+        typer.echo(note)
+    if report_path is not None:
+        typer.echo(f"page: {report_path}")
+
+
+def _read_baselines(path: Path | None, ids: list[str], edges_tokens: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
+    """Baselines by name and what to say of them; the default file is left out where it does not fit.
+
+    Raises:
+        ConfigurationError: a file that was named does not fit.
+    """
+    from serving_plugin.predictor.baselines import DEFAULT_PREDICTIONS, read_baselines
+
+    if path is not None:
+        return read_baselines(path, ids, edges_tokens), []
+    reason = f"{DEFAULT_PREDICTIONS} does not exist; run `dvc repro baselines`"
+    if DEFAULT_PREDICTIONS.is_file():
+        try:
+            return read_baselines(DEFAULT_PREDICTIONS, ids, edges_tokens), []
+        except ConfigurationError as error:
+            reason = str(error)
+    return {}, [f"compared with the modal bucket and the marginal distribution only: {reason}"]
 
 
 def _load(model: str, tracking_uri: str | None) -> LengthPredictor:
@@ -92,10 +145,30 @@ def _load(model: str, tracking_uri: str | None) -> LengthPredictor:
     return LengthPredictor.load(model, tracking_uri=tracking_uri)
 
 
-def _read_prompts(text: str | None, file: Path | None) -> list[str]:
-    if (text is None) == (file is None):
+def _read_conversation(path: Path) -> tuple[Message, ...]:
+    """Messages from a JSON file: a list of them, or an object with `messages` such as a request's body.
+
+    Raises:
+        ConfigurationError: the file cannot be read or holds no messages.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        messages = messages_of(content["messages"] if isinstance(content, dict) else content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            'give one prompt (tetri predict "...") or a file of prompts (--file prompts.txt), not both'
+            f'{path} is no conversation ({reason}); give JSON such as [{{"role": "user", "content": "Hello"}}]'
+        ) from None
+    if not messages:
+        raise ConfigurationError(f"{path} holds no message; the last one is the question")
+    return messages
+
+
+def _read_prompts(text: str | None, file: Path | None, conversation: Path | None) -> list[str]:
+    if conversation is not None or (text is None) == (file is None):
+        raise ConfigurationError(
+            'give one of: a prompt (tetri predict "..."), a file of prompts (--file prompts.txt), '
+            "a chat (--conversation chat.json)"
         )
     if text is not None:
         prompts = [text]
@@ -151,20 +224,28 @@ def _shortened(prompt: str, limit: int = 60) -> str:
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
-def _print_scores(report: dict[str, Any]) -> None:
+def _print_scores(report: dict[str, Any], granularity_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from serving_plugin.predictor import summary
 
     version = f" version {report['version']}" if report["version"] else ""
     table = Table(title=f"{report['model']}{version} on {report['num_rows']} rows of {report['data']}")
     for column in ("metric", "predictor", "95 %", "baseline"):
         table.add_column(column, justify="left" if column == "metric" else "right")
-    widths = [
-        int(name.rsplit("_", 1)[1]) for name in report if name.startswith("modal_accuracy_") and name[-1].isdigit()
+    lines = [
+        (f"accuracy at {width}", f"accuracy_{width}", f"modal_accuracy_{width}") for width in summary.widths_of(report)
     ]
-    lines = [(f"accuracy at {width}", f"accuracy_{width}", f"modal_accuracy_{width}") for width in widths]
-    lines.append(("MAE of the median, tokens", "mae_tokens", "prior_median_mae_tokens"))
-    lines += [("Kendall tau", "kendall_tau", ""), ("AUROC heavy/light", "auroc_heavy", "")]
+    lines += [
+        ("MAE of the median, tokens", "mae_tokens", "prior_median_mae_tokens"),
+        ("Kendall tau", "kendall_tau", ""),
+        ("AUROC heavy/light", "auroc_heavy", ""),
+        ("CRPS, tokens", "crps_tokens", ""),
+        ("ECE", "ece", ""),
+        (f"covered by the {report['coverage_nominal']:.0%} quantile", "coverage", ""),
+        ("over-reserved by it, tokens", "over_reserved_tokens", ""),
+    ]
     for label, key, baseline in lines:
         low, high = report.get(f"{key}_low"), report.get(f"{key}_high")
         interval = "" if low is None else f"{_number(low)} - {_number(high)}"
@@ -172,8 +253,29 @@ def _print_scores(report: dict[str, Any]) -> None:
     console = Console(file=sys.stdout, markup=False)
     console.print(table)
     console.print("baseline: the training split's modal bucket or median")
+    console.print(_gains_table(report, granularity_tokens))
+    console.print(summary.verdict(report, granularity_tokens))
     if report["num_censored"]:
-        console.print(f"{report['num_censored']} censored rows count at the length where they were cut")
+        console.print(
+            f"{report['num_censored']} replies were cut at {report['cap_tokens']} tokens; forecasts are cut there too"
+        )
+
+
+def _gains_table(report: dict[str, Any], granularity_tokens: int) -> Any:
+    from rich.table import Table
+
+    from serving_plugin.predictor.summary import Column, title_of
+
+    columns = [
+        Column(f"accuracy_{granularity_tokens}", f"accuracy at {granularity_tokens}", True),
+        Column("mae_tokens", "MAE"), Column("kendall_tau", "Kendall tau"), Column("crps_tokens", "CRPS"),
+    ]  # fmt: skip
+    table = Table(title="what the predictor adds, above zero is better")
+    for name in ("baseline", *(column.title for column in columns)):
+        table.add_column(name, justify="left" if name == "baseline" else "right")
+    for name, scores in report["baselines"].items():
+        table.add_row(title_of(name), *(column.show_gain(scores["gain"].get(column.metric)) for column in columns))
+    return table
 
 
 def _number(value: float | None) -> str:

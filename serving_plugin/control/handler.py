@@ -199,7 +199,8 @@ class RequestHandler:
         row.prefill_end_s = time.time()
         prefilled = parse_prefill_answer(raw, prefill_id)
         _record_prefill(row, prefilled)
-        row.summaries = self._forecasts.read(prefilled.summaries, row.id)
+        if not job.body.get("ignore_eos"):  # such a length is the client's choice: it says nothing of a forecast
+            row.summaries = self._forecasts.read(prefilled.summaries, row.id)
         if prefilled.decode_url is None or prefilled.decode_id is None:
             raise NoInstanceError(f"no decode instance takes the request: {prefilled.error or 'none is ready'}")
         row.phase, row.decode_instance, job.asked = Phase.DECODE, prefilled.decode_id, Role.DECODE

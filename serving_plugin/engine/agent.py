@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, 
 from serving_plugin.engine.dispatcher import Dispatcher
 from serving_plugin.engine.load_feed import BusyWindow, EngineSnapshot, LoadReceiver, TransferEvent, unix_now_s
 from serving_plugin.engine.predictor_process import PredictorProcess, ShadowPredictor
+from serving_plugin.predictor.conversation import Message
 from serving_plugin.wire import (
     AGENT_PATH,
     WIRE_VERSION,
@@ -112,13 +113,13 @@ class Agent:
 
     # Per request
 
-    async def predict(self, request_id: str, text: str) -> LengthForecast | None:
+    async def predict(self, request_id: str, messages: Sequence[Message]) -> LengthForecast | None:
         """The model's forecast, or None if there is no predictor or it fails. The caller bounds its wait."""
         if self.shadow is not None:
-            self.shadow.ask(request_id, text)
+            self.shadow.ask(request_id, messages)
         if self.predictor is None:
             return None
-        return await self.predictor.forecast(request_id, text)
+        return await self.predictor.forecast(request_id, messages)
 
     def dispatch(self, meta: Mapping[str, Any], forecast: LengthForecast | None, max_tokens: int) -> dict[str, Any]:
         """The "tetri" part of a prefill leg's answer: decode instance, forecast and range in force, times.

@@ -16,13 +16,14 @@ from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import Role
 from serving_plugin.engine.agent import Agent
 from serving_plugin.engine.load_feed import unix_now_s
+from serving_plugin.predictor.conversation import Message, messages_of
 from serving_plugin.wire import COMPLETION_DEFAULT_MAX_TOKENS, LEG_HEADER, Leg
 
 logger = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
 
 LEG_PATHS = ("/v1/completions", "/v1/chat/completions")
 _HEADER = LEG_HEADER.lower().encode()
@@ -91,11 +92,11 @@ class LegMiddleware:
         self, agent: Agent, request_id: str, body: Mapping[str, Any]
     ) -> tuple[LengthForecast | None, float]:
         try:
-            text = prompt_text(body, self._decode_tokens)
+            messages = conversation_of(body, self._decode_tokens)
         except (AttributeError, KeyError, TypeError) as error:  # a form of prompt that only vLLM understands
             logger.warning("request %s: no text to predict from (%r)", request_id, error)
             return None, unix_now_s()
-        return await agent.predict(request_id, text), unix_now_s()
+        return await agent.predict(request_id, messages), unix_now_s()
 
     def _add_decision(
         self,
@@ -136,22 +137,23 @@ def _result(
     return None, unix_now_s()
 
 
-def prompt_text(body: Mapping[str, Any], decode_tokens: Callable[[list[int]], str]) -> str:
-    """The predictor's input: a completion's prompt, or a chat's message contents joined by newlines."""
+def conversation_of(body: Mapping[str, Any], decode_tokens: Callable[[list[int]], str]) -> tuple[Message, ...]:
+    """The predictor's input: a chat's messages, or a completion's prompt as a user's first message.
+
+    Raises:
+        AttributeError, KeyError, TypeError: a form of prompt that only vLLM understands.
+    """
     if "messages" in body:
-        return "\n".join(_content_text(message.get("content")) for message in body["messages"])
-    prompt = body.get("prompt", "")
+        return messages_of(body["messages"])
+    return (Message("user", _prompt_text(body.get("prompt", ""), decode_tokens)),)
+
+
+def _prompt_text(prompt: Any, decode_tokens: Callable[[list[int]], str]) -> str:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        return prompt_text({"prompt": prompt[0]}, decode_tokens)
+        return _prompt_text(prompt[0], decode_tokens)
     return decode_tokens(prompt)
-
-
-def _content_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
 
 
 class _Capture:
@@ -162,7 +164,7 @@ class _Capture:
         self.body = b""
         self._headers: list[tuple[bytes, bytes]] = []
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """ASGI `send` of the wrapped application."""
         if message["type"] == "http.response.start":
             self.status, self._headers = message["status"], list(message.get("headers", ()))
@@ -202,7 +204,7 @@ def _replay(raw: bytes, receive: Receive) -> Receive:
     """`receive` that gives the body once more, then whatever comes (a disconnect)."""
     given = False
 
-    async def replaying() -> Message:
+    async def replaying() -> AsgiMessage:
         nonlocal given
         if not given:
             given = True

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from serving_plugin.core.config import PredictionSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.predictor.client import PredictorClient
+from serving_plugin.predictor.conversation import Message
 from serving_plugin.processes import Child, ChildSpec
 
 logger = logging.getLogger(__name__)
@@ -87,8 +88,8 @@ class PredictorProcess:
         """Name and version for status pages; says so if it is dead."""
         return "dead: history forecasts" if self._is_reported_dead else self.model_name
 
-    async def forecast(self, request_id: str, text: str) -> LengthForecast | None:
-        """The forecast of `text`, or None when it failed. The caller bounds its own wait."""
+    async def forecast(self, request_id: str, messages: Sequence[Message]) -> LengthForecast | None:
+        """The forecast of the reply to `messages`, or None when it failed. The caller bounds its own wait."""
         if self._client is None or self._child is None:
             return None
         if (code := self._child.exit_code()) is not None:
@@ -101,7 +102,7 @@ class PredictorProcess:
                     self._child.log_tail(1),
                 )
             return None
-        return await self._client.forecast(request_id, text, FORECAST_TIMEOUT_S)
+        return await self._client.forecast(request_id, messages, FORECAST_TIMEOUT_S)
 
     def close(self) -> None:
         """Stop the process and remove its socket and log. The client's socket ends with its event loop."""
@@ -160,12 +161,12 @@ class ShadowPredictor:
         """Name and version of the model that answers."""
         return self._process.model_name
 
-    def ask(self, request_id: str, text: str) -> None:
-        """Ask for a forecast of `text` and return at once."""
+    def ask(self, request_id: str, messages: Sequence[Message]) -> None:
+        """Ask for a forecast of the reply to `messages` and return at once."""
         if not self._is_ready or len(self._running) >= MAX_SHADOW_RUNNING:
             self.num_not_asked += 1
             return
-        self._keep(request_id, self._process.forecast(request_id, text))
+        self._keep(request_id, self._process.forecast(request_id, messages))
 
     def _keep(self, request_id: str, asking: Coroutine[Any, Any, LengthForecast | None]) -> None:
         task = asyncio.create_task(asking)

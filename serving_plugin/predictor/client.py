@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -14,6 +15,7 @@ import zmq.asyncio
 
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.predictor.conversation import Message
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +56,15 @@ class PredictorClient:
             f"length predictor at {self._endpoint} is not ready after {timeout_s:.0f} s; see its log"
         )
 
-    async def forecast(self, request_id: str, text: str, timeout_s: float) -> LengthForecast | None:
-        """The forecast, or None when it is late or the service reports an error."""
+    async def forecast(self, request_id: str, messages: Sequence[Message], timeout_s: float) -> LengthForecast | None:
+        """The forecast of the reply to a conversation, or None when it is late or the service reports an error."""
         wire_id = f"{request_id}#{next(self._numbers)}"  # a client may use a request id twice
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[wire_id] = future
         try:
             async with asyncio.timeout(timeout_s):
-                await self._socket.send(json.dumps({"id": wire_id, "text": text}).encode())
+                plain = [{"role": message.role, "content": message.content} for message in messages]
+                await self._socket.send(json.dumps({"id": wire_id, "messages": plain}).encode())
                 reply = await future
         except TimeoutError:
             logger.warning("request %s: no length forecast within %.3f s", request_id, timeout_s)

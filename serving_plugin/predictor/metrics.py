@@ -1,30 +1,39 @@
-"""How good a predictor is: `evaluate.Metric` classes and the one function that scores a split with them.
+"""How good predictors are: `evaluate.Metric` classes, and the function that scores a split for several at once.
 
 Heavy (imports `evaluate`, hence datasets): imported by training, evaluation and `tetri evaluate`, never by a server.
-Classes of ours, since `evaluate.load` fetches its scripts from a hub.
+Classes of ours, since `evaluate.load` fetches its scripts from a hub. They state each metric for one set of rows;
+`resampled` computes the same for all bootstrap draws at once, and tests hold the two together.
 
-Conventions: a censored reply counts at the length where it was cut; a length beyond the last edge counts in the last
-bucket; the predicted bucket is the argmax, the point estimate in tokens the median, the ranking score the mean.
+Conventions: a reply that was cut counts in the bucket of the cut, forecasts clipped there (`scores.Truth`); a length
+beyond the last edge counts in the last bucket; the predicted bucket is the argmax, the point estimate in tokens the
+median, the ranking score the mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
-import numpy.typing as npt
 
-from serving_plugin.core.forecast import HEAVY_DECODE_OVER_TOKENS, LengthForecast
+from serving_plugin.core.forecast import HEAVY_DECODE_OVER_TOKENS
+from serving_plugin.predictor import resampled
+from serving_plugin.predictor.bootstrap import Interval
+from serving_plugin.predictor.resampled import Resamples
 from serving_plugin.predictor.rows import LabelledRow
+from serving_plugin.predictor.scores import Array, FloatArray, Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.spec import PredictorSpec
 
 GRANULARITIES_TOKENS = (100, 200, 400)
-Array = npt.NDArray[Any]
-Score = Callable[[Array], float]
+DEFAULT_COVERAGE = 0.9
+MODAL, MARGINAL, OWN_MODAL = "modal", "marginal", "own_modal"  # known without a baselines file
+_HIGHER_IS_BETTER = ("accuracy_", "within_one_", "macro_f1_", "kendall_tau", "auroc_")
+_NEAR_TO_NOMINAL = ("coverage", "interval_coverage")
+
+Numbers = Sequence[float] | Array
 
 _CITATION = "TetriInfer, arXiv 2401.11181, section 5.2.2 (accuracy); the other metrics are common in the field."
 
@@ -40,7 +49,7 @@ class BucketAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate ships n
     def _info(self) -> evaluate.MetricInfo:
         return _info("Share of exactly hit buckets.", "int64")
 
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    def _compute(self, predictions: Numbers, references: Numbers) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
 
 
@@ -50,7 +59,7 @@ class MeanAbsoluteErrorTokens(evaluate.Metric):  # type: ignore[misc]
     def _info(self) -> evaluate.MetricInfo:
         return _info("Mean absolute error in tokens.", "float64")
 
-    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    def _compute(self, predictions: Numbers, references: Numbers) -> dict[str, float]:
         return {"mae_tokens": float(np.mean(np.abs(np.asarray(predictions) - np.asarray(references))))}
 
 
@@ -60,7 +69,7 @@ class KendallTau(evaluate.Metric):  # type: ignore[misc]
     def _info(self) -> evaluate.MetricInfo:
         return _info("Kendall's tau-b.", "float64")
 
-    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    def _compute(self, predictions: Numbers, references: Numbers) -> dict[str, float]:
         from scipy.stats import kendalltau
 
         return {"kendall_tau": float(kendalltau(predictions, references).statistic)}
@@ -72,7 +81,7 @@ class HeavyDecodeAuroc(evaluate.Metric):  # type: ignore[misc]
     def _info(self) -> evaluate.MetricInfo:
         return _info("AUROC of heavy against light decode.", "float64")
 
-    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    def _compute(self, predictions: Numbers, references: Numbers) -> dict[str, float]:
         from sklearn.metrics import roc_auc_score
 
         heavy = np.asarray(references) > 0.5
@@ -80,20 +89,15 @@ class HeavyDecodeAuroc(evaluate.Metric):  # type: ignore[misc]
         return {"auroc_heavy": math.nan if one_class else float(roc_auc_score(heavy, predictions))}
 
 
-def bucket_of(lengths_tokens: Array, width_tokens: int, num_buckets: int) -> Array:
-    """Index of each length's bucket `[i * width, (i + 1) * width)`, at most the last."""
-    buckets: Array = np.minimum(np.asarray(lengths_tokens) // width_tokens, num_buckets - 1)
-    return buckets
-
-
 def regroup(edges_tokens: Sequence[int], probabilities: Array, granularity_tokens: int) -> Array:
     """(rows, fine buckets) summed to (rows, buckets of `granularity_tokens`), as `LengthForecast.regrouped` does."""
-    unit = np.eye(len(edges_tokens) - 1)
-    shares = [
-        LengthForecast(tuple(edges_tokens), tuple(row)).regrouped(granularity_tokens).probabilities for row in unit
-    ]
-    coarse: Array = np.asarray(probabilities, dtype=np.float64) @ np.asarray(shares)
-    return coarse
+    return Forecasts.from_weights(edges_tokens, probabilities).regrouped(granularity_tokens)
+
+
+def modal_bucket(spec: PredictorSpec, granularity_tokens: int, cap_tokens: int | None = None) -> int:
+    """The training split's most frequent bucket: what a predictor has to beat. Lengths are cut at `cap_tokens`."""
+    prior = Forecasts.from_weights(spec.edges_tokens, np.asarray([spec.train_counts])).clipped(cap_tokens)
+    return int(prior.regrouped(granularity_tokens).argmax())
 
 
 def score_split(
@@ -101,96 +105,124 @@ def score_split(
     probabilities: Array,
     rows: Sequence[LabelledRow],
     *,
+    baselines: Mapping[str, Array] | None = None,
     granularities_tokens: Sequence[int] = GRANULARITIES_TOKENS,
     heavy_over_tokens: int = HEAVY_DECODE_OVER_TOKENS,
+    coverage: float = DEFAULT_COVERAGE,
     num_resamples: int = 200,
     seed: int = 0,
+    own_modal: bool = False,
 ) -> dict[str, Any]:
-    """All metrics of a split beside the modal bucket's, flat; `_low`/`_high` bound 95 % (bootstrap by conversation).
+    """All metrics of a split for the predictor and everything it is compared with, on the same rows.
+
+    The predictor's metrics are flat: `name`, with `name_low` and `name_high` the 95 % bounds (bootstrap by
+    conversation). `baselines` maps a name to its metrics and to `gain`: metric -> value, low, high of how much better
+    the predictor is (positive: better, whatever the metric's direction; for coverage: nearer to what was asked).
+    What the rows cannot define is None. See `scores.row_scores` and `resampled` for each metric.
 
     Args:
-        probabilities: (rows, fine buckets) of the predictor.
-        num_resamples: bootstrap resamples; 0 leaves the intervals out.
-
-    A metric that the split cannot define (one class only, constant lengths) is None.
+        probabilities: (rows, fine buckets) over `spec.edges_tokens`.
+        baselines: name -> (rows, fine buckets) of other predictors; `modal` and `marginal` come from the spec's counts
+            and are there in any case.
+        coverage: level of the quantile that memory would be reserved by.
+        num_resamples: bootstrap draws; 0: no bounds.
+        own_modal: also compare with the bucket that is most frequent in these very rows, known in hindsight: the
+            stronger rival where training saw replies of another source.
     """
-    lengths = np.asarray([row.output_tokens for row in rows])
-    scores = _scores(spec, probabilities, lengths, granularities_tokens, heavy_over_tokens)
-    everything = np.arange(len(rows))
-    values = {name: score(everything) for name, score in scores.items()}
+    truth = Truth.of(rows)
+    widths = sorted({*granularities_tokens, spec.granularity_tokens})
+    resamples = Resamples(truth.roots, num_resamples, seed)
+    everyone = np.broadcast_to(np.asarray(spec.train_counts), (len(rows), spec.num_buckets))
+
+    def draws_of(weights: Array) -> dict[str, FloatArray]:
+        forecasts = truth.forecasts(spec.edges_tokens, weights)
+        return _draws(forecasts, truth, resamples, widths, spec.granularity_tokens, coverage, heavy_over_tokens)
+
+    ours = draws_of(probabilities)
+    rivals = {MODAL: _constant_draws(spec, truth, resamples, widths, in_hindsight=False)}
+    if own_modal:
+        rivals[OWN_MODAL] = _constant_draws(spec, truth, resamples, widths, in_hindsight=True)
+    rivals |= {name: draws_of(weights) for name, weights in {MARGINAL: everyone, **(baselines or {})}.items()}
     report: dict[str, Any] = {
         "num_rows": len(rows),
-        "num_censored": sum(row.censored for row in rows),
-        "num_train_rows": sum(spec.train_counts),
+        "num_conversations": len(set(truth.roots)),
+        "num_censored": truth.num_censored,
+        "num_cut_early": truth.num_cut_early,
+        "cap_tokens": truth.cap_tokens,
+        "cap_rate": round(truth.num_censored / len(rows), 4),
+        "coverage_nominal": coverage,
     }
-    intervals = _intervals(scores, [row.root_id for row in rows], num_resamples, seed)
-    for name, value in values.items():
-        report[name] = _finite(value)
-        if name in intervals:
-            report[f"{name}_low"], report[f"{name}_high"] = (_finite(bound) for bound in intervals[name])
+    for name, draws in ours.items():
+        report |= _flat(name, resampled.interval(draws))
+    for width in widths:
+        modal = rivals[MODAL][f"accuracy_{width}"]
+        report |= _flat(f"modal_accuracy_{width}", resampled.interval(modal))
+        report |= _flat(f"gain_over_modal_{width}", resampled.interval(ours[f"accuracy_{width}"] - modal))
+    report |= _flat("prior_median_mae_tokens", resampled.interval(rivals[MARGINAL]["mae_tokens"]))
+    report["baselines"] = {name: _compared(ours, draws, coverage) for name, draws in rivals.items()}
     return report
 
 
-def _scores(
-    spec: PredictorSpec, probabilities: Array, lengths: Array, granularities: Sequence[int], heavy_over_tokens: int
-) -> dict[str, Score]:
-    """Every metric as a function of the chosen row indices (the bootstrap chooses some twice)."""
-    accuracy, mae, tau, auroc = BucketAccuracy(), MeanAbsoluteErrorTokens(), KendallTau(), HeavyDecodeAuroc()
-    scores: dict[str, Score] = {}
-    for width in granularities:
-        coarse = regroup(spec.edges_tokens, probabilities, width)
-        truth = bucket_of(lengths, width, coarse.shape[1])
-        hits = _on_rows(accuracy, coarse.argmax(axis=1), truth)
-        modal_hits = _on_rows(accuracy, np.full(len(lengths), modal_bucket(spec, width)), truth)
-        scores[f"accuracy_{width}"] = hits
-        scores[f"modal_accuracy_{width}"] = modal_hits
-        scores[f"gain_over_modal_{width}"] = lambda chosen, a=hits, b=modal_hits: a(chosen) - b(chosen)  # type: ignore[misc]
-    forecasts = [LengthForecast.from_weights(spec.edges_tokens, row.tolist()) for row in probabilities]
-    medians = np.asarray([forecast.quantile(0.5) for forecast in forecasts], dtype=np.float64)
-    prior_median = LengthForecast.from_weights(spec.edges_tokens, spec.train_counts).quantile(0.5)
-    means = np.asarray([forecast.mean_tokens() for forecast in forecasts])
-    over = np.asarray([forecast.probability_over(heavy_over_tokens) for forecast in forecasts])
-    scores["mae_tokens"] = _on_rows(mae, medians, lengths)
-    scores["prior_median_mae_tokens"] = _on_rows(mae, np.full(len(lengths), prior_median), lengths)
-    scores["kendall_tau"] = _on_rows(tau, means, lengths)
-    scores["auroc_heavy"] = _on_rows(auroc, over, lengths > heavy_over_tokens)
-    return scores
+def _draws(
+    forecasts: Forecasts,
+    truth: Truth,
+    resamples: Resamples,
+    widths: Sequence[int],
+    published_tokens: int,
+    coverage: float,
+    heavy_over_tokens: int,
+) -> dict[str, FloatArray]:
+    """Metric -> (draws,); fewer for the rank correlation."""
+    lengths = truth.lengths_tokens
+    by_row = row_scores(forecasts, lengths, widths, coverage)
+    averaged = resampled.means(resamples, np.column_stack(list(by_row.values())))
+    draws: dict[str, FloatArray] = {name: averaged[:, i] for i, name in enumerate(by_row)}
+    for width in widths:
+        coarse = forecasts.regrouped(width)
+        actual = bucket_of(lengths, width, coarse.shape[1])
+        draws[f"macro_f1_{width}"] = resampled.macro_f1(resamples, coarse.argmax(axis=1), actual)
+    confidence = forecasts.regrouped(published_tokens).max(axis=1)
+    draws["median_error_tokens"] = resampled.median(resamples, by_row["mae_tokens"])
+    draws["ece"] = resampled.expected_calibration_error(resamples, confidence, by_row[f"accuracy_{published_tokens}"])
+    draws["kendall_tau"] = resampled.kendall_tau(resamples, forecasts.means(), lengths)
+    over = forecasts.probability_over(heavy_over_tokens)
+    draws["auroc_heavy"] = resampled.auroc(resamples, over, lengths > heavy_over_tokens)
+    return draws
 
 
-def modal_bucket(spec: PredictorSpec, granularity_tokens: int) -> int:
-    """The training split's most frequent bucket: what a predictor has to beat."""
-    return int(regroup(spec.edges_tokens, np.asarray([spec.train_counts]), granularity_tokens).argmax())
+def _constant_draws(
+    spec: PredictorSpec, truth: Truth, resamples: Resamples, widths: Sequence[int], *, in_hindsight: bool
+) -> dict[str, FloatArray]:
+    """Always the modal bucket, of the training split or of these rows: one at each width and nothing finer."""
+    num_tokens = spec.edges_tokens[-1] if truth.cap_tokens is None else min(spec.edges_tokens[-1], truth.cap_tokens + 1)
+    draws: dict[str, FloatArray] = {}
+    for width in widths:
+        actual = bucket_of(truth.lengths_tokens, width, -(-num_tokens // width))
+        bucket = int(np.bincount(actual).argmax()) if in_hindsight else modal_bucket(spec, width, truth.cap_tokens)
+        named = np.full(len(actual), bucket)
+        averaged = resampled.means(resamples, np.column_stack([named == actual, np.abs(named - actual) <= 1]))
+        draws[f"accuracy_{width}"], draws[f"within_one_{width}"] = averaged.T
+        draws[f"macro_f1_{width}"] = resampled.macro_f1(resamples, named, actual)
+    return draws
 
 
-def _on_rows(metric: evaluate.Metric, predictions: Array, references: Array) -> Score:
-    # `_compute` and not `compute`: the latter writes every resample to an Arrow table first
-    return lambda chosen: next(iter(metric._compute(predictions[chosen], references[chosen]).values()))
+def _compared(ours: Mapping[str, FloatArray], theirs: Mapping[str, FloatArray], coverage: float) -> dict[str, Any]:
+    gains = {}
+    for name, draws in theirs.items():
+        mine = ours[name]
+        if name in _NEAR_TO_NOMINAL:
+            gain = np.abs(draws - coverage) - np.abs(mine - coverage)
+        else:
+            gain = mine - draws if name.startswith(_HIGHER_IS_BETTER) else draws - mine
+        gains[name] = resampled.interval(gain).to_plain()
+    return {**{name: finite(float(draws[0])) for name, draws in theirs.items()}, "gain": gains}
 
 
-def _intervals(
-    scores: dict[str, Score], root_ids: Sequence[str], num_resamples: int, seed: int
-) -> dict[str, tuple[float, float]]:
-    """95 % percentile intervals; whole conversations are drawn, since their turns are alike."""
-    if num_resamples < 1:
-        return {}
-    rng = np.random.default_rng(seed)
-    roots, member = np.unique(np.asarray(root_ids), return_inverse=True)
-    members = [np.flatnonzero(member == i) for i in range(len(roots))]
-    draws: dict[str, list[float]] = {name: [] for name in scores}
-    for _ in range(num_resamples):
-        chosen = np.concatenate([members[i] for i in rng.integers(0, len(roots), len(roots))])
-        for name, score in scores.items():
-            draws[name].append(score(chosen))
-    return {name: _percentiles(values) for name, values in draws.items()}
+def _flat(name: str, interval: Interval) -> dict[str, float | None]:
+    bounds = (("", interval.value), ("_low", interval.low), ("_high", interval.high))
+    return {f"{name}{suffix}": finite(number) for suffix, number in bounds}
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float, float]:
-    defined = [value for value in values if not math.isnan(value)]
-    if not defined:
-        return math.nan, math.nan
-    low, high = np.percentile(defined, [2.5, 97.5])
-    return float(low), float(high)
-
-
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """For JSON: four decimals, None for NaN."""
     return None if math.isnan(value) else round(value, 4)

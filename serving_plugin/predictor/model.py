@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
-from serving_plugin.predictor.encoding import EncodedPrompt, PromptEncoder, pad_batch
+from serving_plugin.predictor.calibration import group_of
+from serving_plugin.predictor.conversation import Message
+from serving_plugin.predictor.encoding import ConversationEncoder, EncodedConversation, pad_batch
 from serving_plugin.predictor.registry import ResolvedModel, resolve_model
 from serving_plugin.predictor.spec import MODEL_FILE, TOKENIZER_FILE, PredictorSpec
 from serving_plugin.predictor.target import same_target
@@ -20,23 +22,26 @@ from serving_plugin.predictor.target import same_target
 if TYPE_CHECKING:
     import onnxruntime
 
+    from serving_plugin.predictor.rows import LabelledRow
+
 logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
 
 
 class LengthPredictor:
-    """Prompt texts in, `LengthForecast`s out. A prompt's forecast does not depend on its batch (to float rounding)."""
+    """Conversations in, calibrated `LengthForecast`s out; none depends on its batch (to float rounding)."""
 
     def __init__(
         self,
         session: onnxruntime.InferenceSession,
-        encoder: PromptEncoder,
+        encoder: ConversationEncoder,
         spec: PredictorSpec,
         resolved: ResolvedModel,
         batch_size: int = 8,
     ) -> None:
         self._session, self._encoder, self._batch_size = session, encoder, batch_size
+        self._is_quantised = session.get_modelmeta().producer_name == "onnx.quantize"
         self.spec, self.resolved = spec, resolved
 
     @classmethod
@@ -57,7 +62,7 @@ class LengthPredictor:
         resolved = resolve(uri_or_folder, tracking_uri)
         folder = Path(resolved.path)
         spec = PredictorSpec.load(folder)
-        encoder = PromptEncoder.from_file(folder / TOKENIZER_FILE, spec.max_input_tokens, spec.head_tokens)
+        encoder = ConversationEncoder.from_file(folder / TOKENIZER_FILE, spec.input)
         session = open_session(folder / MODEL_FILE, num_threads)
         predictor = cls(session, encoder, spec, resolved, batch_size)
         logger.info(
@@ -83,31 +88,56 @@ class LengthPredictor:
                 f"not {served_model!r}; train one for it, or pass --allow-other-target"
             )
 
-    def encode(self, texts: Sequence[str]) -> list[EncodedPrompt]:
-        """Tokenise prompts (untruncated length included)."""
-        return self._encoder.encode_batch(texts)
+    def encode(self, messages: Sequence[Message]) -> EncodedConversation:
+        """Tokenise a conversation so far; its last message is the one that will be answered."""
+        return self._encoder.encode(messages)
 
-    def predict(self, texts: Sequence[str]) -> list[LengthForecast]:
-        """One forecast per prompt, in order."""
-        return self.to_forecasts(self.probabilities(self.encode(texts)))
+    def predict(self, conversations: Sequence[Sequence[Message]]) -> list[LengthForecast]:
+        """One forecast per conversation, in order."""
+        return self.to_forecasts(self.probabilities([self.encode(messages) for messages in conversations]))
+
+    def predict_texts(self, texts: Sequence[str]) -> list[LengthForecast]:
+        """One forecast per prompt without roles, each taken as a user's first message."""
+        return self.predict([(Message("user", text),) for text in texts])
 
     def to_forecasts(self, probabilities: FloatArray) -> list[LengthForecast]:
         """Rows of (batch, buckets) as forecasts over the model's fine buckets."""
         return [LengthForecast.from_weights(self.spec.edges_tokens, row.tolist()) for row in probabilities]
 
-    def probabilities(self, prompts: Sequence[EncodedPrompt]) -> FloatArray:
-        """(prompts, buckets); batches hold prompts of like length, so that little is padding."""
-        result = np.empty((len(prompts), self.spec.num_buckets), dtype=np.float32)
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    def conversation_probabilities(self, rows: Sequence[LabelledRow]) -> FloatArray:
+        """(rows, buckets) of labelled rows, calibrated."""
+        return self.probabilities([self.encode(row.messages) for row in rows])
+
+    def probabilities(self, encoded: Sequence[EncodedConversation]) -> FloatArray:
+        """(conversations, buckets), calibrated; batches hold inputs of like length, so that little is padding."""
+        result = np.empty((len(encoded), self.spec.num_buckets), dtype=np.float32)
+        by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids))
         for start in range(0, len(by_length), self._batch_size):
             rows = by_length[start : start + self._batch_size]
-            result[rows] = self._run([prompts[i].ids for i in rows])
-        return result
+            result[rows] = self._run([encoded[i] for i in rows])
+        calibration = self.spec.calibration
+        groups = group_of(
+            calibration.prompt_edges_tokens,
+            np.asarray([one.num_tokens for one in encoded], dtype=np.int64),
+            np.asarray([one.num_earlier_replies for one in encoded], dtype=np.int64),
+        )
+        return calibration.apply(result, groups).astype(np.float32)
 
-    def _run(self, ids: Sequence[Sequence[int]]) -> FloatArray:
-        input_ids, attention_mask = pad_batch(ids, self.spec.pad_token_id)
-        outputs = self._session.run(["probabilities"], {"input_ids": input_ids, "attention_mask": attention_mask})
-        return np.asarray(outputs[0], dtype=np.float32)
+    def _run(self, encoded: Sequence[EncodedConversation]) -> FloatArray:
+        """Probabilities after temperature, which the graph holds."""
+        if self._is_quantised:  # one scale for all activations of a run: rows of a batch would change each other
+            return np.concatenate([run_session(self._session, [one], self.spec.pad_token_id) for one in encoded])
+        return run_session(self._session, encoded, self.spec.pad_token_id)
+
+
+def run_session(
+    session: onnxruntime.InferenceSession, encoded: Sequence[EncodedConversation], pad_token_id: int
+) -> FloatArray:
+    """(batch, buckets) of one batch."""
+    input_ids, attention_mask = pad_batch([one.ids for one in encoded], pad_token_id)
+    features = np.asarray([one.features for one in encoded], dtype=np.float32)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "features": features}
+    return np.asarray(session.run(["probabilities"], inputs)[0], dtype=np.float32)
 
 
 def open_session(path: Path, num_threads: int) -> onnxruntime.InferenceSession:

@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 DEFAULT_TRACKING_URI = "sqlite:///mlruns/mlflow.db"
-DEFAULT_MODEL_URI = "models:/length-predictor@champion"
+CHAMPION_ALIAS = "champion"  # what serving loads
+CHALLENGER_ALIAS = "challenger"  # the last registered version that the gate (predictor/gate.py) did not let through
+DEFAULT_MODEL_NAME = "length-predictor"
+DEFAULT_MODEL_URI = f"models:/{DEFAULT_MODEL_NAME}@{CHAMPION_ALIAS}"
 CHILD_TIMEOUT_S = 180.0
 
 _SCHEME = "models:/"
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
-_CURE = "run `dvc repro` (`dvc repro -f register` if it ran before), or give a predictor folder"
+_CURE = (
+    "run `dvc repro` (`dvc repro -f register` if it ran before), promote a version (`tetri models list`), "
+    "or give a predictor folder"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,18 @@ def sqlite_path(tracking_uri: str) -> Path | None:
     return Path(tracking_uri.removeprefix(prefix)) if tracking_uri.startswith(prefix) else None
 
 
+def require_store(store: str, wanted: str) -> None:
+    """Check that the registry exists, and quiet MLflow, before MLflow is imported.
+
+    Raises:
+        ConfigurationError: a sqlite store without a database file, which MLflow would create empty.
+    """
+    database = sqlite_path(store)
+    if database is not None and not database.is_file():
+        raise ConfigurationError(f"registry {store} does not exist, so {wanted} cannot be found; {_CURE}")
+    quiet_mlflow()
+
+
 def resolve_model(uri: str, tracking_uri: str | None = None) -> ResolvedModel:
     """Find a predictor in this process.
 
@@ -76,10 +94,7 @@ def resolve_model(uri: str, tracking_uri: str | None = None) -> ResolvedModel:
             f"model URI {uri!r} is neither models:/NAME@ALIAS nor models:/NAME/VERSION nor a folder"
         )
     store = tracking_uri or default_tracking_uri()
-    database = sqlite_path(store)
-    if database is not None and not database.is_file():  # MLflow would create an empty one
-        raise ConfigurationError(f"registry {store} does not exist, so {uri} cannot be found; {_CURE}")
-    quiet_mlflow()
+    require_store(store, uri)
     return _resolve_registered(uri, match["name"], match["alias"], match["version"], store)
 
 

@@ -70,7 +70,7 @@ def _parse(line: str, path: Path, number: int) -> Iterator[LabelledRow]:
         rows = list(_single_prompt(content) if "prompt" in content else _conversation(content))
     except KeyError as error:
         raise ConfigurationError(f"{path}:{number}: the row lacks {error}; run `dvc repro label`") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # int(Infinity) overflows
         raise ConfigurationError(f"{path}:{number}: not a labelled row ({error}); run `dvc repro label`") from None
     for row in rows:
         if row.output_tokens < 0:

@@ -1,10 +1,12 @@
 """The predictor as a process of its own: ZMQ ROUTER, JSON messages. Must not import torch, transformers or MLflow.
 
-    {"id", "text"}  ->  {"id", "edges_tokens", "probabilities", "num_input_tokens", "latency_ms"} or {"id", "error"}
-    {"info": true}  ->  {"info": {version, name, uri, path, provider, target_model, granularity_tokens}}
+    {"id", "messages": [{"role", "content"}, ...]} or {"id", "text"}
+        ->  {"id", "edges_tokens", "probabilities", "num_input_tokens", "latency_ms"} or {"id", "error"}
+    {"info": true}
+        ->  {"info": {version, name, uri, path, provider, target_model, granularity_tokens}}
 
-What is queued runs in batches of at most `--batch-size`; a text over the cutting limit runs alone, so that it delays
-nobody in its batch (TetriInfer 3.3.2). Ends on SIGTERM and when its parent does.
+What is queued runs in batches of at most `--batch-size`, of inputs of like length; an input over the cutting limit runs
+alone, so that it delays nobody in its batch (TetriInfer 3.3.2). Ends on SIGTERM and when its parent does.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from typing import Any, NoReturn
 import zmq
 
 from serving_plugin.core.errors import ConfigurationError, TetriError
-from serving_plugin.predictor.encoding import EncodedPrompt
+from serving_plugin.predictor.conversation import Message, messages_of
+from serving_plugin.predictor.encoding import EncodedConversation
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import DEFAULT_MODEL_URI, resolve_model_in_child
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CUTTING_LIMIT_TOKENS = 512
+DEFAULT_CUTTING_LIMIT_TOKENS = 512  # of the model's input, which the predictor's own rule cuts as well
 MAX_QUEUED_REQUESTS = 4096
 POLL_MS = 500
 _MAX_IPC_PATH_BYTES = 107  # sun_path of a unix socket
@@ -44,18 +47,28 @@ class QueuedRequest:
 
     peer: bytes
     id: str
-    prompt: EncodedPrompt
+    encoded: EncodedConversation
     arrival_s: float
 
 
 def next_batch(queue: deque[QueuedRequest], batch_size: int, cutting_limit_tokens: int) -> list[QueuedRequest]:
-    """Take the next batch off `queue`, first come first served: one over-long prompt alone, or short ones together."""
-    batch = [queue.popleft()]
-    if batch[0].prompt.num_tokens > cutting_limit_tokens:
-        return batch
-    while queue and len(batch) < batch_size and queue[0].prompt.num_tokens <= cutting_limit_tokens:
-        batch.append(queue.popleft())
-    return batch
+    """Take the next batch off `queue`: the oldest request, and others whose inputs are at most the cutting limit.
+
+    Those of like length join first, so that little is padding; an over-long one runs alone. The oldest request is
+    always in the batch: nobody waits for ever.
+    """
+    oldest = queue.popleft()
+    size = len(oldest.encoded.ids)
+    if size > cutting_limit_tokens:
+        return [oldest]
+    others = [request for request in queue if len(request.encoded.ids) <= cutting_limit_tokens]
+    others.sort(key=lambda request: abs(len(request.encoded.ids) - size))  # stable: older ones first
+    chosen = others[: batch_size - 1]
+    taken = {id(request) for request in chosen}
+    left = [request for request in queue if id(request) not in taken]
+    queue.clear()
+    queue.extend(left)
+    return [oldest, *chosen]
 
 
 class PredictorService:
@@ -94,24 +107,30 @@ class PredictorService:
             self._send(peer, {"id": None, "error": "a message is a JSON object"})
         elif message.get("info"):
             self._send(peer, {"info": self.info()})
-        elif not isinstance(message.get("id"), str) or not isinstance(message.get("text"), str):
-            self._send(peer, {"id": message.get("id"), "error": "a request has the strings 'id' and 'text'"})
         elif len(self._queue) >= MAX_QUEUED_REQUESTS:
-            self._send(peer, {"id": message["id"], "error": f"{MAX_QUEUED_REQUESTS} requests are queued already"})
+            self._send(peer, {"id": message.get("id"), "error": f"{MAX_QUEUED_REQUESTS} requests are queued already"})
         else:
-            arrival_s = time.monotonic()
-            (prompt,) = self._predictor.encode([message["text"]])
-            self._queue.append(QueuedRequest(peer, message["id"], prompt, arrival_s))
+            self._queue_up(peer, message)
+
+    def _queue_up(self, peer: bytes, message: dict[str, Any]) -> None:
+        arrival_s = time.monotonic()
+        try:
+            request_id, messages = _request(message)
+        except (KeyError, TypeError) as error:
+            reason = f"a request has the string 'id' and 'messages' or the string 'text' ({error})"
+            self._send(peer, {"id": message.get("id"), "error": reason})
+            return
+        self._queue.append(QueuedRequest(peer, request_id, self._predictor.encode(messages), arrival_s))
 
     def _answer(self, batch: list[QueuedRequest]) -> None:
-        forecasts = self._predictor.to_forecasts(self._predictor.probabilities([request.prompt for request in batch]))
+        forecasts = self._predictor.to_forecasts(self._predictor.probabilities([request.encoded for request in batch]))
         now_s = time.monotonic()
         for request, forecast in zip(batch, forecasts, strict=True):
             reply = {
                 "id": request.id,
                 "edges_tokens": forecast.edges_tokens,
                 "probabilities": forecast.probabilities,
-                "num_input_tokens": request.prompt.num_tokens,
+                "num_input_tokens": len(request.encoded.ids),
                 "latency_ms": (now_s - request.arrival_s) * 1000,
             }
             self._send(request.peer, reply)
@@ -131,6 +150,25 @@ class PredictorService:
             "target_model": spec.target_model,
             "granularity_tokens": spec.granularity_tokens,
         }
+
+
+def _request(message: dict[str, Any]) -> tuple[str, tuple[Message, ...]]:
+    """Id and conversation of a request.
+
+    Raises:
+        KeyError, TypeError: a part is missing or of another type.
+    """
+    request_id = message["id"]
+    if not isinstance(request_id, str):
+        raise TypeError(f"id is a {type(request_id).__name__}")
+    if "messages" in message:
+        messages = messages_of(message["messages"])
+        if not messages:
+            raise TypeError("messages are empty")
+        return request_id, messages
+    if not isinstance(message["text"], str):
+        raise TypeError(f"text is a {type(message['text']).__name__}")
+    return request_id, (Message("user", message["text"]),)
 
 
 def require_endpoint(endpoint: str) -> None:
@@ -169,7 +207,7 @@ def serve(arguments: argparse.Namespace, parent_pid: int) -> None:
     )
     if arguments.target_model and not arguments.allow_other_target:
         predictor.require_target(arguments.target_model)
-    predictor.predict(["warm up"])  # the first run allocates: not on a request's time
+    predictor.predict_texts(["warm up"])  # the first run allocates: not on a request's time
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 2 * MAX_QUEUED_REQUESTS

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.predictor.calibration import Recalibration
+from serving_plugin.predictor.conversation import FEATURE_NAMES
+from serving_plugin.predictor.encoding import InputRule
 from serving_plugin.predictor.files import write_json
 
-FORMAT = 1
+FORMAT = 2
 MODEL_FILE = "model.onnx"
 TOKENIZER_FILE = "tokenizer.json"
 SPEC_FILE = "predictor.json"
@@ -19,7 +22,7 @@ MODEL_FOLDER_FILES = (MODEL_FILE, TOKENIZER_FILE, SPEC_FILE)
 
 @dataclass(frozen=True, slots=True)
 class PredictorSpec:
-    """What was trained, on what, for which target, and how a prompt becomes its input.
+    """What was trained, on what, for which target, and how a conversation becomes its input.
 
     `edges_tokens` are the fine buckets of the model's head; `granularity_tokens` is the width it is published at.
     `train_counts` are the training split's rows per fine bucket: the modal baseline needs no second file.
@@ -29,21 +32,26 @@ class PredictorSpec:
     granularity_tokens: int
     target_model: str
     backbone: str
-    head_tokens: int
-    tail_tokens: int
-    max_input_tokens: int
+    input: InputRule
+    feature_names: tuple[str, ...]
     pad_token_id: int
     source: str
     train_counts: tuple[int, ...]
+    calibration: Recalibration
 
     @property
     def num_buckets(self) -> int:
         """Number of fine buckets, i.e. of the model's outputs."""
         return len(self.edges_tokens) - 1
 
+    def calibrated(self, calibration: Recalibration) -> PredictorSpec:
+        """The same predictor with another calibration."""
+        return replace(self, calibration=calibration)
+
     def save(self, folder: Path) -> None:
         """Write `predictor.json` atomically."""
-        write_json(folder / SPEC_FILE, {"format": FORMAT, **asdict(self)})
+        content = {"format": FORMAT, **asdict(self), "calibration": self.calibration.to_json()}
+        write_json(folder / SPEC_FILE, content)
 
     @classmethod
     def load(cls, folder: Path) -> PredictorSpec:
@@ -69,6 +77,15 @@ class PredictorSpec:
         if missing:
             raise ConfigurationError(f"{path} lacks {', '.join(missing)}; run `dvc repro`")
         values = {field.name: content[field.name] for field in fields(cls)}
-        values["edges_tokens"] = tuple(values["edges_tokens"])
-        values["train_counts"] = tuple(values["train_counts"])
+        try:
+            for name in ("edges_tokens", "train_counts", "feature_names"):
+                values[name] = tuple(values[name])
+            values["input"] = InputRule(**values["input"])
+            values["calibration"] = Recalibration.from_json(values["calibration"])
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"{path} cannot be used ({error}); run `dvc repro`") from None
+        if values["feature_names"] != FEATURE_NAMES:
+            raise ConfigurationError(
+                f"{path} was trained on other conversation features than this version computes; run `dvc repro`"
+            )
         return cls(**values)

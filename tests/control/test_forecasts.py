@@ -127,6 +127,12 @@ async def test_only_requests_that_ended_well_are_observed(cluster):
     assert (await status(cluster))["forecasts"] == []
 
 
+async def test_a_length_that_the_client_forced_says_nothing_of_a_forecast(cluster):
+    cluster.instances["p0"].summaries = [BAD]
+    assert (await cluster.complete(ignore_eos=True, max_tokens=3))[0] == 200
+    assert (await status(cluster))["forecasts"] == []
+
+
 async def test_a_watch_that_is_off_still_measures(bare):
     await bare.stop()
     await bare.start(drift_window=10, drift_band=0)

@@ -27,11 +27,13 @@ from serving_plugin.engine import predictor_process
 from serving_plugin.engine.agent import Agent
 from serving_plugin.engine.load_feed import EngineSnapshot, LoadPublisher
 from serving_plugin.engine.predictor_process import PredictorProcess, ShadowPredictor
+from serving_plugin.predictor.conversation import Message
 
 pytestmark = pytest.mark.timeout(120)
 
 FORECAST = LengthForecast((0, 200, 400), (0.2, 0.8))
 META = {"request_id": "r1", "num_prompt_tokens": 7}
+HELLO = (Message("user", "hello"),)
 
 # Speaks the predictor service's protocol. champion: [0, 100) at once; challenger: [100, 200); slow: after a second.
 SERVICE = """
@@ -161,7 +163,7 @@ async def test_a_shadow_is_asked_too_and_changes_no_decision(scripted: None, mak
     agent = await make_agent(model="champion", shadow_model="challenger")
     shadow = shadow_of(agent)
     await until(lambda: shadow.status()["is_ready"])
-    forecast = await agent.predict("r1", "hello")
+    forecast = await agent.predict("r1", HELLO)
     await until(lambda: not shadow._running)
     alone = await make_agent()
     expected, decided = (a.dispatch(META, forecast, 1000) for a in (alone, agent))
@@ -184,7 +186,7 @@ async def test_nothing_waits_for_a_slow_shadow(
     shadow = shadow_of(agent)
     await until(lambda: shadow.status()["is_ready"])
     for i in range(3):
-        forecast = await agent.predict(f"r{i}", "hello")
+        forecast = await agent.predict(f"r{i}", HELLO)
         assert [summary.is_shadow for summary in summaries(agent, f"r{i}", forecast)] == [False]
     assert not any(task.done() for task in shadow._running)
     assert (shadow.num_late, shadow.num_not_asked, shadow.num_forecasts) == (2, 1, 0)
@@ -198,7 +200,7 @@ async def test_forecasts_that_nobody_takes_are_bounded(
     shadow = shadow_of(agent)
     await until(lambda: shadow.status()["is_ready"])
     for i in range(5):
-        assert await agent.predict(f"r{i}", "hello") is None  # no champion: history decides, the shadow is measured
+        assert await agent.predict(f"r{i}", HELLO) is None  # no champion: history decides, the shadow is measured
     await until(lambda: not shadow._running)
     assert [len(summaries(agent, f"r{i}", None)) for i in range(5)] == [0, 0, 1, 1, 1]
 
@@ -207,7 +209,7 @@ async def test_a_failing_shadow_is_left_out_and_counted(scripted: None, make_age
     agent = await make_agent(model="champion", shadow_model="failing")
     shadow = shadow_of(agent)
     await until(lambda: shadow.status()["is_ready"])
-    forecast = await agent.predict("r1", "hello")
+    forecast = await agent.predict("r1", HELLO)
     await until(lambda: not shadow._running)
     assert [summary.model for summary in summaries(agent, "r1", forecast)] == ["length-predictor v3"]
     assert shadow.num_failed == 1
@@ -220,6 +222,6 @@ async def test_a_shadow_that_cannot_start_is_a_warning(
     await until(lambda: "no shadow predictor runs" in caplog.text)
     (record,) = [r for r in caplog.records if "no shadow predictor runs" in r.message]
     assert record.levelno == logging.WARNING and "shadow predictor broken: error: no such model" in record.message
-    forecast = await agent.predict("r1", "hello")
+    forecast = await agent.predict("r1", HELLO)
     assert len(summaries(agent, "r1", forecast)) == 1
     assert shadow_of(agent).status()["is_ready"] is False and shadow_of(agent).num_not_asked == 1

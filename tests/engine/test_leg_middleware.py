@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import pytest
 from serving_plugin.core.config import InstanceSettings, PredictionSettings
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import Role
-from serving_plugin.engine.legs import LegMiddleware, prompt_text
+from serving_plugin.engine.legs import LegMiddleware, conversation_of
+from serving_plugin.predictor.conversation import Message
 
 FORECAST = LengthForecast((0, 200, 400), (0.2, 0.8))
 META = {"request_id": "r1", "max_tokens": 50, "arrival_s": 1.0}
@@ -31,9 +32,9 @@ class StandInAgent:
         self.dispatched: list[tuple[LengthForecast | None, int]] = []
         self._delay_s = delay_s
 
-    async def predict(self, request_id: str, text: str) -> LengthForecast:
+    async def predict(self, request_id: str, messages: Sequence[Message]) -> LengthForecast:
         await asyncio.sleep(self._delay_s)
-        self.events.append(f"forecast of {text}")
+        self.events.append(f"forecast of {messages[-1].content}")
         return FORECAST
 
     def dispatch(self, meta: Any, forecast: LengthForecast | None, max_tokens: int) -> dict[str, Any]:
@@ -151,16 +152,20 @@ async def test_a_prefill_leg_without_metadata_is_refused(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    ("body", "messages"),
     [
-        ({"prompt": "a b"}, "a b"),
-        ({"prompt": ["a b"]}, "a b"),
-        ({"prompt": [1, 2]}, "decoded [1, 2]"),
-        ({"prompt": [[1, 2]]}, "decoded [1, 2]"),
-        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}, "s\nu"),
-        ({"messages": [{"content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]}]}, "u\nv"),
-        ({"messages": [{"content": None}]}, ""),
+        ({"prompt": "a b"}, [("user", "a b")]),
+        ({"prompt": ["a b"]}, [("user", "a b")]),
+        ({"prompt": [1, 2]}, [("user", "decoded [1, 2]")]),
+        ({"prompt": [[1, 2]]}, [("user", "decoded [1, 2]")]),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            [("system", "s"), ("user", "u")],
+        ),
+        ({"messages": [{"content": [{"text": "u"}, {"type": "image_url"}, {"text": "v"}]}]}, [("user", "u\n\nv")]),
+        ({"messages": [{"role": "assistant", "content": None}]}, [("assistant", "")]),
     ],
 )
-def test_text_that_the_predictor_sees(body: Any, text: str) -> None:
-    assert prompt_text(body, lambda ids: f"decoded {ids}") == text
+def test_conversation_that_the_predictor_sees(body: Any, messages: list[tuple[str, str]]) -> None:
+    seen = conversation_of(body, lambda ids: f"decoded {ids}")
+    assert [(message.role, message.content) for message in seen] == messages

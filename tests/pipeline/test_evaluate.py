@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.calibrate import Checkpoint
+from pipeline.evaluate import Outputs, evaluate, score_target_replies
+from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.metrics import score_split
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.rows import read_rows
+
+BASELINES = (
+    "modal", "marginal", "prompt_length", "tfidf_linear", "gradient_boosting_prompt", "gradient_boosting",
+)  # fmt: skip
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def test_a_predictor_that_can_learn_beats_the_modal_bucket(trained: Any) -> None:
@@ -21,36 +35,105 @@ def test_a_predictor_that_can_learn_beats_the_modal_bucket(trained: Any) -> None
     assert trained.evaluation["auroc_heavy"] > 0.9
 
 
-def test_metrics_file_is_flat_and_holds_what_was_returned(trained: Any) -> None:
+def test_metrics_file_holds_what_was_returned(trained: Any) -> None:
     written = json.loads((trained.metrics / "evaluate.json").read_text())
     assert written == trained.evaluation
-    assert not [name for name, value in written.items() if isinstance(value, dict | list)]
+    assert [name for name, value in written.items() if isinstance(value, dict | list)] == ["baselines"]
+
+
+def test_every_baseline_is_scored_on_the_same_rows_with_an_interval(trained: Any) -> None:
+    assert tuple(trained.evaluation["baselines"]) == BASELINES
+    for name, scores in trained.evaluation["baselines"].items():
+        gain = scores["gain"]["accuracy_200"]
+        assert gain["low"] <= gain["value"] <= gain["high"], name
+        assert gain["value"] == pytest.approx(trained.evaluation["accuracy_200"] - scores["accuracy_200"], abs=2e-4)
+    assert (
+        trained.evaluation["baselines"]["gradient_boosting"]["accuracy_200"] > trained.evaluation["modal_accuracy_200"]
+    )
 
 
 def test_confusion_table_gives_the_accuracy(trained: Any) -> None:
-    with (trained.plots / "confusion.csv").open() as file:
-        lines = list(csv.DictReader(file))
+    lines = read_csv(trained.plots / "confusion.csv")
     assert len(lines) == trained.evaluation["num_rows"]
     hits = sum(line["actual"] == line["predicted"] for line in lines)
     assert hits / len(lines) == pytest.approx(trained.evaluation["accuracy_200"], abs=1e-4)
 
 
-def test_accuracy_table_has_both_models_at_every_granularity(trained: Any) -> None:
-    with (trained.plots / "accuracy.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [(line["granularity_tokens"], line["model"]) for line in lines] == [
-        (width, model) for width in ("100", "200", "400") for model in ("predictor", "modal bucket")
+def test_accuracy_table_has_every_model_at_every_granularity(trained: Any) -> None:
+    lines = read_csv(trained.plots / "accuracy.csv")
+    assert [line["granularity_tokens"] for line in lines] == [
+        width for width in ("100", "200", "400") for _ in range(1 + len(BASELINES))
     ]
+    assert {"predictor", "modal bucket", "TF-IDF + linear"} < {line["model"] for line in lines}
 
 
-def test_plot_is_a_picture(trained: Any) -> None:
-    assert (trained.plots / "predicted_lengths.png").read_bytes().startswith(b"\x89PNG")
+def test_reliability_and_coverage_tables_describe_the_test_rows(trained: Any) -> None:
+    bins = read_csv(trained.plots / "reliability.csv")
+    assert sum(int(line["num_rows"]) for line in bins) == trained.evaluation["num_rows"]
+    came = sum(int(line["num_rows"]) * float(line["came"]) for line in bins) / trained.evaluation["num_rows"]
+    assert came == pytest.approx(trained.evaluation["accuracy_200"], abs=1e-3)
+    at_nominal = [
+        line for line in read_csv(trained.plots / "coverage.csv")
+        if line["model"] == "predictor" and float(line["level"]) == trained.evaluation["coverage_nominal"]
+    ]  # fmt: skip
+    assert [float(line["covered"]) for line in at_nominal] == [trained.evaluation["coverage"]]
 
 
-def test_exported_model_scores_the_same(trained: Any) -> None:
+@pytest.mark.parametrize("name", ["predicted_lengths.png", "reliability.png", "coverage.png"])
+def test_plot_is_a_picture(name: str, trained: Any) -> None:
+    assert (trained.plots / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_predictions_file_gives_the_scores_row_by_row(trained: Any) -> None:
+    rows = read_rows(trained.labelled / "test.jsonl")
+    with np.load(trained.predictions, allow_pickle=False) as held:
+        assert held["ids"].tolist() == [row.id for row in rows]
+        assert held["roots"].tolist() == [row.root_id for row in rows]
+        assert held["lengths_tokens"].tolist() == [row.output_tokens for row in rows]
+        for width in (100, 200, 400):
+            assert held[f"hit_{width}"].dtype == bool
+            assert held[f"hit_{width}"].mean() == pytest.approx(trained.evaluation[f"accuracy_{width}"], abs=1e-4)
+        assert held["crps_tokens"].mean() == pytest.approx(trained.evaluation["crps_tokens"], abs=1e-3)
+        assert held["mean_tokens"].shape == (len(rows),)
+        assert held["cap_tokens"] == -1
+
+
+def test_target_replies_are_scored_beside_their_ceiling(trained: Any, tmp_path: Path) -> None:
+    line = {"root_id": "test0", "source": "generated", "messages": [{"role": "user", "content": "essay about rivers"}]}
+    others = [{**line, "root_id": f"test{i}"} for i in range(1, 4)]
+    lengths = [(480, 500), (300,), (20,), (10,)]
+    lines = [
+        {**one, "replies": [{"turn": 1, "output_tokens": n, "censored": n == 500} for n in found]}
+        for one, found in zip((line, *others), lengths, strict=True)
+    ]
+    path = tmp_path / "target_replies.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    loaded = Checkpoint.load(trained.checkpoint, trained.calibration)
+    report = score_target_replies(trained.params, loaded, path, trained.baselines)
+    assert (report["target_num_rows"], report["target_num_censored"], report["target_cap_tokens"]) == (5, 1, 500)
+    assert {"modal", "own_modal", "gradient_boosting"} < set(report["target_baselines"])
+    assert report["target_baselines"]["own_modal"]["accuracy_200"] == 0.4
+    assert report["target_oracle"]["num_replies"] == 1
+    assert report["target_oracle"]["mae_tokens"] == 20.0
+    assert score_target_replies(trained.params, loaded, tmp_path / "none.jsonl", None) == {}
+
+
+def test_baselines_of_other_data_stop_the_stage(trained: Any, tmp_path: Path) -> None:
+    params = replace(trained.params, evaluate=replace(trained.params.evaluate, num_bootstrap=0))
+    outputs = Outputs(tmp_path / "evaluate.json", tmp_path / "plots", tmp_path / "predictions.npz")
+    with pytest.raises(ConfigurationError, match="run `dvc repro baselines`"):
+        evaluate(
+            params, trained.labelled, trained.checkpoint, trained.calibration, tmp_path / "none.npz", outputs,
+            trained.tracking_uri,
+        )  # fmt: skip
+
+
+def test_exported_model_scores_alike(trained: Any) -> None:
+    """Alike and not the same: the exported weights may be 8-bit ones."""
     predictor = LengthPredictor.load(str(trained.export))
     rows = read_rows(trained.labelled / "test.jsonl")
-    probabilities = predictor.probabilities(predictor.encode([row.prompt for row in rows]))
-    report = score_split(predictor.spec, np.asarray(probabilities), rows, num_resamples=0)
-    for name, value in report.items():
-        assert trained.evaluation[name] == pytest.approx(value, abs=2e-3), name
+    report = score_split(predictor.spec, predictor.conversation_probabilities(rows), rows, num_resamples=0)
+    for name in ("accuracy_100", "accuracy_200", "accuracy_400", "kendall_tau", "auroc_heavy"):
+        assert trained.evaluation[name] == pytest.approx(report[name], abs=0.05), name
+    for name in ("mae_tokens", "crps_tokens"):
+        assert trained.evaluation[name] == pytest.approx(report[name], abs=3.0), name

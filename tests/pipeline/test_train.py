@@ -1,19 +1,27 @@
-"""Training: what the checkpoint says of itself, its loss, its repeatability."""
+"""Training: which rows, what the checkpoint says of itself, what is learnt, its repeatability."""
 
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.params import Params
 from pipeline.tracking import load_run_id
-from pipeline.train import LengthLoss, edges_up_to, fine_buckets, train
+from pipeline.train import Collator, Example, _parameter_groups, choose_rows, edges_up_to, fine_buckets, fit, train
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.rows import read_rows
+from serving_plugin.predictor.calibration import identity
+from serving_plugin.predictor.conversation import FEATURE_NAMES, NUM_FEATURES, Message
+from serving_plugin.predictor.encoding import EncodedConversation, InputRule
+from serving_plugin.predictor.rows import LabelledRow, read_rows
 from serving_plugin.predictor.spec import PredictorSpec
+
+# Buckets
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,74 @@ def test_lengths_beyond_the_last_edge_fall_in_the_last_bucket() -> None:
     assert fine_buckets([0, 49, 50, 149, 150, 9999], (0, 50, 100, 150)).tolist() == [0, 0, 1, 2, 2, 2]
 
 
+# Rows
+
+
+def turns(num_conversations: int, num_turns: int) -> list[LabelledRow]:
+    return [
+        LabelledRow(f"c{i}:{2 * j + 1}", f"c{i}", "recorded", (Message("user", "q"),), 10 * j, False)
+        for i in range(num_conversations)
+        for j in range(num_turns)
+    ]
+
+
+def test_a_conversation_gives_no_more_turns_than_its_limit(make_tiny_params: Any) -> None:
+    rows = turns(20, 6)
+    settings = make_tiny_params(max_turns_per_conversation=2).train
+    chosen = choose_rows(rows, settings, seed=0)
+    by_root = [sum(row.root_id == f"c{i}" for row in chosen) for i in range(20)]
+    assert by_root == [2] * 20
+    assert chosen == [row for row in rows if row in chosen]  # in file order
+    assert len({row.id.split(":")[1] for row in chosen}) == 6  # any turn, not the first ones
+    assert choose_rows(rows, settings, seed=1) != chosen
+    assert choose_rows(rows, settings, seed=0, max_turns=None) == rows
+
+
+def test_a_larger_limit_keeps_what_a_smaller_one_chose(make_tiny_params: Any) -> None:
+    rows = turns(20, 6)
+    few, more = (
+        choose_rows(rows, make_tiny_params(max_train_rows=n, max_turns_per_conversation=3).train, 0) for n in (15, 40)
+    )
+    assert (len(few), len(more)) == (15, 40)
+    assert {row.id for row in few} < {row.id for row in more}
+    everything = make_tiny_params(max_train_rows=None, max_turns_per_conversation=None).train
+    assert choose_rows(rows, everything, 0) == rows
+    assert choose_rows(rows, everything, 0, max_rows=15, max_turns=3) == few
+
+
+def test_the_collator_pads_and_keeps_lengths_with_their_censoring() -> None:
+    features = tuple(float(i) for i in range(NUM_FEATURES))
+    rows = [
+        Example(EncodedConversation((5, 6, 7), features, 3, 0), 120, False),
+        Example(EncodedConversation((8,), features, 1, 0), 99, True),
+    ]
+    batch = Collator(pad_token_id=1)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 1, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["features"].tolist() == [list(features)] * 2
+    assert batch["labels"].tolist() == [[120, 0], [99, 1]]
+
+
+def test_every_parameter_learns_once_at_its_own_rate(trained: Any) -> None:
+    from pipeline.network import load_network
+
+    network = load_network(trained.checkpoint, PredictorSpec.load(trained.checkpoint).num_buckets)
+    settings = replace(trained.params.train, learning_rate=1e-5, head_learning_rate=1e-3, weight_decay=0.1)
+    found = {
+        id(parameter): (group["lr"], group["weight_decay"])
+        for group in _parameter_groups(network, settings)
+        for parameter in group["params"]
+    }
+    assert len(found) == len(list(network.parameters()))
+    for name, parameter in network.named_parameters():
+        rate, decay = found[id(parameter)]
+        assert rate == (1e-5 if name.startswith("backbone.") else 1e-3), name
+        assert decay == (0.0 if name.endswith("bias") or "norm" in name else 0.1), name
+
+
+# The checkpoint
+
+
 def test_checkpoint_describes_itself(trained: Any) -> None:
     spec = PredictorSpec.load(trained.checkpoint)
     rows = read_rows(trained.labelled / "train.jsonl")
@@ -36,17 +112,21 @@ def test_checkpoint_describes_itself(trained: Any) -> None:
     assert spec.edges_tokens == tuple(range(0, 601, 50))
     assert sum(spec.train_counts) == len(rows)
     assert spec.train_counts[0] == sum(row.output_tokens < 50 for row in rows)
-    assert spec.max_input_tokens == 24 == spec.head_tokens + spec.tail_tokens + 1  # </s> in front
+    assert spec.input == InputRule(**trained.params.to_plain()["input"])
+    assert spec.feature_names == FEATURE_NAMES
+    assert spec.calibration == identity()
 
 
 def test_checkpoint_is_float32_and_knows_its_padding(trained: Any) -> None:
-    config = json.loads((trained.checkpoint / "config.json").read_text())
+    config = json.loads((trained.checkpoint / "backbone" / "config.json").read_text())
     assert config["dtype"] == "float32"
     assert config["pad_token_id"] == PredictorSpec.load(trained.checkpoint).pad_token_id
 
 
 def test_nothing_of_training_is_left_beside_the_checkpoint(trained: Any) -> None:
     assert not [path.name for path in trained.checkpoint.parent.iterdir() if path.name.startswith(".")]
+    names = {path.name for path in trained.checkpoint.iterdir()}
+    assert names == {"backbone", "head.safetensors", "tokenizer.json", "predictor.json", "run.json"}
 
 
 def test_run_holds_params_and_metrics_of_every_stage(trained: Any) -> None:
@@ -54,66 +134,114 @@ def test_run_holds_params_and_metrics_of_every_stage(trained: Any) -> None:
 
     run = MlflowClient(trained.tracking_uri).get_run(load_run_id(trained.checkpoint))
     assert run.data.params["train.backbone"] == "tiny-opt"
+    assert run.data.params["input.max_tokens"] == "24"
     assert {"eval_loss", "test.accuracy_200", "export.parity_max_abs_error"} <= set(run.data.metrics)
     assert run.info.status == "FINISHED"
+
+
+def test_the_epoch_with_the_best_validation_loss_is_kept(trained: Any) -> None:
+    import torch
+    from mlflow import MlflowClient
+
+    from pipeline.calibrate import Checkpoint
+    from pipeline.losses import LengthLoss
+    from pipeline.train import to_examples
+
+    history = MlflowClient(trained.tracking_uri).get_metric_history(load_run_id(trained.checkpoint), "eval_loss")
+    losses = [metric.value for metric in history]
+    assert len(losses) == trained.params.train.epochs
+    loaded = Checkpoint.load(trained.checkpoint)
+    examples = to_examples(read_rows(trained.labelled / "validation.jsonl"), loaded.encoder)
+    batch = Collator(loaded.spec.pad_token_id)(examples)
+    with torch.inference_mode():
+        found = LengthLoss(loaded.spec.edges_tokens, 200, 0.0, 0.0, 0.0)(loaded.network(**batch), batch["labels"])
+    assert found.item() == pytest.approx(min(losses), abs=1e-4)
 
 
 def test_same_seed_same_weights(trained: Any, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     train(trained.params, trained.labelled, tmp_path / "again", f"sqlite:///{tmp_path}/mlruns/mlflow.db")
-    first = load_file(trained.checkpoint / "model.safetensors")
-    second = load_file(tmp_path / "again" / "model.safetensors")
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    for name in ("head.safetensors", "backbone/model.safetensors"):
+        first, second = load_file(trained.checkpoint / name), load_file(tmp_path / "again" / name)
+        assert first.keys() == second.keys()
+        assert all(np.array_equal(first[key], second[key]) for key in first), name
 
 
-def test_plain_loss_is_cross_entropy_of_the_bucket() -> None:
-    import torch
-
-    loss = LengthLoss((0, 100, 200), 100, smoothing_tokens=0, expected_value_weight=0)
-    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
-    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1]))
-    assert loss({"logits": logits}, torch.tensor([99, 5000])).item() == pytest.approx(expected.item())
+# What is learnt
 
 
-def test_expected_length_joins_the_loss_in_units_of_the_granularity() -> None:
-    import torch
+def chats(num_rows: int, seed: int, *, censored: bool = False) -> list[LabelledRow]:
+    """Replies as long as the one before; the text around it is the same, and no window of it shows how long it was."""
+    rng = random.Random(seed)
+    rows = []
+    for i in range(num_rows):
+        is_long = rng.random() < 0.5
+        before, after = (400, rng.randint(400, 550)) if is_long else (20, rng.randint(0, 150))
+        messages = (Message("user", "go on"), Message("assistant", "la " * before), Message("user", "go on"))
+        rows.append(LabelledRow(f"s{seed}c{i}:3", f"s{seed}c{i}", "recorded", messages, after, censored and is_long))
+    return rows
 
-    logits = torch.zeros((1, 2))  # expected length (49.5 + 149.5) / 2 = 99.5
-    plain = LengthLoss((0, 100, 200), 100, 0, 0)({"logits": logits}, torch.tensor([49]))
-    both = LengthLoss((0, 100, 200), 100, 0, 2.0)({"logits": logits}, torch.tensor([49]))
-    assert (both - plain).item() == pytest.approx(2.0 * 50.5 / 100)
+
+def fitted_accuracy(params: Params, scratch: Path) -> float:
+    from pipeline.network import predict_logits
+
+    fitted = fit(params, chats(120, 1), chats(40, 2), scratch)
+    rows = chats(60, 3)
+    encoded = [fitted.encoder.encode(row.messages) for row in rows]
+    assert len({one.ids for one in encoded}) == 1
+    forecast = predict_logits(fitted.network, encoded, fitted.spec.pad_token_id).argmax(axis=1)
+    return float(np.mean((forecast >= 6) == [row.output_tokens >= 300 for row in rows]))
 
 
-def test_smoothing_prefers_a_near_bucket_to_a_far_one() -> None:
-    import torch
+def test_lengths_of_earlier_replies_are_learnt_from_the_features_alone(
+    make_tiny_params: Any, tmp_path: Path
+) -> None:
+    accuracy = fitted_accuracy(make_tiny_params(epochs=5.0, head_learning_rate=1e-2), tmp_path)
+    assert accuracy > 0.95
+    (tmp_path / "blind").mkdir()
+    blind = make_tiny_params(epochs=2.0, head_learning_rate=1e-2, use_features=False)
+    assert fitted_accuracy(blind, tmp_path / "blind") < 0.7
 
-    loss = LengthLoss((0, 100, 200, 300), 100, smoothing_tokens=100, expected_value_weight=0)
-    near, far = torch.tensor([[0.0, 5.0, 0.0]]), torch.tensor([[0.0, 0.0, 5.0]])
-    label = torch.tensor([40])
-    assert loss({"logits": near}, label) < loss({"logits": far}, label)
+
+def test_mixed_sources_are_said_to_be_mixed_and_cut_replies_are_trained_on(
+    make_tiny_params: Any, tmp_path: Path
+) -> None:
+    rows = [*chats(20, 1, censored=True), *(replace(row, source="generated") for row in chats(20, 4))]
+    weights = {"label_smoothing_tokens": 50.0, "expected_value_weight": 0.5, "ranking_weight": 0.5}
+    fitted = fit(make_tiny_params(epochs=1.0, **weights), rows, chats(10, 2, censored=True), tmp_path)
+    assert fitted.spec.source == "mixed"
+    assert sum(fitted.spec.train_counts) == 40
+    assert all(np.isfinite(value.numpy()).all() for value in fitted.network.state_dict().values())
+    assert not fitted.network.training
+
+
+# Settings
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("section", "settings", "message"),
     [
-        ({"backbone": "package:no-such-package"}, "not installed"),
-        ({"backbone": "/no/such/folder"}, "correct train.backbone"),
-        ({"max_input_tokens": 5000}, "over the 2048"),
-        ({"max_input_tokens": 8, "head_tokens": 7}, None),
+        ("train", {"backbone": "package:no-such-package"}, "not installed"),
+        ("train", {"backbone": "/no/such/folder"}, r"correct train\.backbone"),
+        ("input", {"max_tokens": 5000}, r"input\.max_tokens 5000 is over the 2048 positions"),
+        ("input", {"max_tokens": 11}, r"input\.max_tokens 11 leaves 0 tokens"),
     ],
 )
-def test_wrong_settings_are_named(
-    settings: dict[str, Any], message: str | None, trained: Any, tmp_path: Path, make_tiny_params: Any
+def test_wrong_settings_are_named_and_nothing_is_written(
+    section: str, settings: dict[str, Any], message: str, trained: Any, tmp_path: Path
 ) -> None:
-    if message is None:  # room for the head and one special token: just enough
-        settings = {**settings, "epochs": 0.1}
-        spec = train(
-            make_tiny_params(**settings), trained.labelled, tmp_path / "out", f"sqlite:///{tmp_path}/m/mlflow.db"
-        )
-        assert (spec.head_tokens, spec.tail_tokens) == (7, 0)
-        return
+    params = replace(trained.params, **{section: replace(getattr(trained.params, section), **settings)})
     with pytest.raises(ConfigurationError, match=message) as caught:
-        train(make_tiny_params(**settings), trained.labelled, tmp_path / "out", f"sqlite:///{tmp_path}/m/mlflow.db")
+        train(params, trained.labelled, tmp_path / "out", f"sqlite:///{tmp_path}/m/mlflow.db")
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_smallest_input_that_fits_is_trained_on(trained: Any, make_tiny_params: Any, tmp_path: Path) -> None:
+    """One opening and one reply of 4, each behind `</s>`, and a single token of the question."""
+    params = make_tiny_params(epochs=0.1)
+    params = replace(params, input=replace(params.input, max_tokens=12))
+    spec = train(params, trained.labelled, tmp_path / "out", f"sqlite:///{tmp_path}/m/mlflow.db")
+    assert PredictorSpec.load(tmp_path / "out") == spec
+    assert spec.input.max_tokens == 12

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.predictor.calibration import NUM_KNOTS, Recalibration
+from serving_plugin.predictor.conversation import Message
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import resolve_model, resolve_model_in_child
 from serving_plugin.predictor.rows import read_rows
+from serving_plugin.predictor.spec import PredictorSpec
 from serving_plugin.predictor.target import same_target
 
 CHAMPION = "models:/length-predictor@champion"
@@ -37,30 +41,94 @@ def test_targets_are_equal_by_their_last_component(a: str, b: str, same: bool) -
     assert same_target(b, a) is same
 
 
-def test_forecast_does_not_depend_on_the_batch(trained: Any) -> None:
-    texts = [
-        "sum about clocks",
-        "essay about " + "rivers and " * 40,
-        "",
-        "list about planets and kitchens",
-        "essay",
-    ] * 3
-    together = LengthPredictor.load(str(trained.export), batch_size=4).predict(texts)
-    alone = LengthPredictor.load(str(trained.export), batch_size=1).predict(texts)
+CONVERSATIONS = [
+    (Message("user", "sum about clocks"),),
+    (Message("user", "essay about " + "rivers and " * 40),),
+    (Message("user", ""),),
+    (Message("user", "essay"), Message("assistant", "once upon a time " * 20), Message("user", "list about planets")),
+    (Message("system", "be brief"), Message("user", "list about planets and kitchens")),
+    (),
+] * 3
+
+
+@pytest.fixture(scope="module")
+def float_export(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model folder without quantisation."""
+    from pipeline.export import export
+
+    root = tmp_path_factory.mktemp("float")
+    settings = replace(trained.params.export, int8=False)
+    export(
+        settings, trained.checkpoint, trained.calibration, trained.labelled, root / "export", root / "export.json",
+        f"sqlite:///{root}/mlruns/mlflow.db",
+    )  # fmt: skip
+    return str(root / "export")
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_forecast_does_not_depend_on_the_batch(kind: str, float_export: str, trained: Any) -> None:
+    assert trained.exported["served"] == "int8"
+    champion = resolve_model(CHAMPION, trained.tracking_uri).path  # what the registry made of it
+    folder = float_export if kind == "float32" else champion
+    together = LengthPredictor.load(folder, batch_size=4).predict(CONVERSATIONS)
+    alone = LengthPredictor.load(folder, batch_size=1).predict(CONVERSATIONS)
     for a, b in zip(together, alone, strict=True):
         assert a.edges_tokens == b.edges_tokens == tuple(range(0, 601, 50))
         np.testing.assert_allclose(a.probabilities, b.probabilities, atol=1e-5)
 
 
+def test_forecasts_come_in_the_order_of_the_conversations(float_export: str) -> None:
+    predictor = LengthPredictor.load(float_export, batch_size=4)
+    together = predictor.probabilities([predictor.encode(one) for one in CONVERSATIONS[:6]])
+    for conversation, row in zip(CONVERSATIONS[:6], together, strict=True):
+        np.testing.assert_allclose(predictor.probabilities([predictor.encode(conversation)])[0], row, atol=1e-5)
+    assert np.abs(together[0] - together[1]).max() > 0.1
+
+
+def test_a_prompt_is_a_first_message(float_export: str) -> None:
+    predictor = LengthPredictor.load(float_export)
+    assert predictor.predict_texts(["essay about rivers"]) == predictor.predict([(Message("user", "essay about rivers"),)])
+
+
 def test_no_prompts_no_forecasts(trained: Any) -> None:
-    assert LengthPredictor.load(str(trained.export)).predict([]) == []
+    predictor = LengthPredictor.load(str(trained.export))
+    assert predictor.predict([]) == predictor.predict_texts([]) == []
 
 
 def test_it_learnt_what_the_first_word_says(trained: Any) -> None:
-    essay, brief = LengthPredictor.load(str(trained.export)).predict(["essay about rivers", "sum about rivers"])
+    texts = ["essay about rivers", "sum about rivers"]
+    essay, brief = LengthPredictor.load(str(trained.export)).predict_texts(texts)
     assert essay.mean_tokens() > brief.mean_tokens() + 200
     assert essay.is_heavy()
     assert not brief.is_heavy()
+
+
+def test_earlier_messages_count(float_export: str) -> None:
+    question = Message("user", "list about planets")
+    predictor = LengthPredictor.load(float_export)
+    first, later = predictor.predict([(question,), (Message("user", "essay"), Message("assistant", "x"), question)])
+    assert np.abs(np.asarray(first.probabilities) - later.probabilities).max() > 1e-3
+
+
+def test_each_conversation_is_calibrated_as_its_group(float_export: str, tmp_path: Path) -> None:
+    """Knots near 0 say that replies were shorter than forecast, near 1 that they were longer."""
+    folder, plain_folder = (shutil.copytree(float_export, tmp_path / name) for name in ("grouped", "plain"))
+    levels = np.linspace(0, 1, NUM_KNOTS + 1)
+    same, shorter, longer = (tuple(row.tolist()) for row in (levels, levels**50, 1 - (1 - levels) ** 50))
+    spec = PredictorSpec.load(folder)
+    knots = (same, longer, shorter, same)  # first turns, short and long; later turns
+    spec.calibrated(Recalibration(spec.calibration.temperature, (4,), knots)).save(folder)
+    spec.calibrated(Recalibration(spec.calibration.temperature, (), (same, same))).save(plain_folder)
+    short, long = Message("user", "essay"), Message("user", "sum about rivers and gardens")
+    before = (Message("user", "b"), Message("assistant", "c"))
+    conversations = [(short,), (long,), (*before, short), (*before, long)]
+    calibrated, raw = LengthPredictor.load(str(folder)), LengthPredictor.load(str(plain_folder))
+    assert [raw.encode(one).num_tokens >= 4 for one in conversations] == [False, True, False, True]
+    found, base = ([one.mean_tokens() for one in p.predict(conversations)] for p in (calibrated, raw))
+    assert found[0] == pytest.approx(base[0], abs=0.01)
+    assert found[1] > base[1] + 20
+    assert found[2] < base[2] - 20
+    assert found[3] == pytest.approx(base[3], abs=0.01)
 
 
 def test_other_target_is_refused(trained: Any) -> None:
@@ -107,6 +175,11 @@ def test_missing_registry_is_named_and_not_created(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def change_spec(folder: Path, **changes: Any) -> None:
+    path = folder / "predictor.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -114,7 +187,11 @@ def test_missing_registry_is_named_and_not_created(tmp_path: Path) -> None:
         (lambda folder: (folder / "model.onnx").write_bytes(b"no graph"), "cannot be loaded"),
         (lambda folder: (folder / "predictor.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "predictor.json").write_text('{"format": 99}'), "has format 99"),
-        (lambda folder: (folder / "predictor.json").write_text('{"format": 1}'), "lacks backbone"),
+        (lambda folder: (folder / "predictor.json").write_text('{"format": 1}'), "has format 1, this version reads 2"),
+        (lambda folder: (folder / "predictor.json").write_text('{"format": 2}'), "lacks backbone, calibration"),
+        (lambda folder: change_spec(folder, feature_names=["moon_phase"]), "other conversation features"),
+        (lambda folder: change_spec(folder, input={"max_tokens": 24}), "cannot be used"),
+        (lambda folder: change_spec(folder, calibration={"temperature": 1.0}), "cannot be used"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
     ],
 )
@@ -129,33 +206,6 @@ def test_spoilt_folder_is_one_line(spoil: Any, message: str, trained: Any, tmp_p
 def test_too_few_threads_are_refused(trained: Any) -> None:
     with pytest.raises(ConfigurationError, match="--num-threads 0"):
         LengthPredictor.load(str(trained.export), num_threads=0)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", ":2: not a labelled row"),
-        ("[1]", ":2: not a labelled row"),
-        ('{"id": "a"}', ":2: the row lacks 'root_id'"),
-        (
-            '{"id":"a","root_id":"a","source":"recorded","prompt":"p","output_tokens":-1,"censored":false}',
-            ":2: output_tokens -1",
-        ),
-    ],
-)
-def test_bad_row_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
-    good = {
-        "id": "a",
-        "root_id": "a",
-        "source": "recorded",
-        "prompt": "p\u2028q",
-        "output_tokens": 1,
-        "censored": False,
-    }
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(good, ensure_ascii=False) + "\n" + line + "\n")
-    with pytest.raises(ConfigurationError, match=message):
-        read_rows(path)
 
 
 def test_loading_and_serving_imports_no_training_library() -> None:

@@ -1,0 +1,140 @@
+"""`backbones`: what a forecast costs by the size of the backbone, on one core.
+
+The architectures are the published ones with random weights (OPT: arXiv 2205.01068, table 1), since latency does not
+depend on the weights; accuracy needs the real ones and is measured by the pipeline (`train.backbone`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.record import Record, deliver, say
+
+INPUT_TOKENS = (16, 96, 512)
+NUM_WARM_UP = 2
+MAX_SECONDS_PER_CASE = 20.0
+
+
+__all__ = ["deliver", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A published architecture: layers, width, heads, feed-forward width; `is_bert` for an encoder."""
+
+    name: str
+    num_layers: int
+    width: int
+    num_heads: int
+    feed_forward: int
+    is_bert: bool = False
+
+
+ARCHITECTURES = (
+    Architecture("tiny-opt", 2, 64, 4, 256),
+    Architecture("MiniLM-L6 (22 M)", 6, 384, 12, 1536, is_bert=True),
+    Architecture("OPT-125M", 12, 768, 12, 3072),
+    Architecture("OPT-350M", 24, 1024, 16, 4096),
+    Architecture("OPT-1.3B", 24, 2048, 32, 8192),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class BackbonesResult(Record):
+    """Milliseconds by architecture and input length, one thread, PyTorch float32."""
+
+    cases: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self.cases)
+
+    def tables(self) -> Iterator[Table]:
+        """One table for the console."""
+        table = Table(title="One input on one core, ms (p50 / p99)")
+        for column in ("backbone", "parameters", *(f"{length} tokens" for length in INPUT_TOKENS)):
+            table.add_column(column, justify="left" if column == "backbone" else "right")
+        for name in dict.fromkeys(case["backbone"] for case in self.cases):
+            cases = [case for case in self.cases if case["backbone"] == name]
+            cells = [f"{np.percentile(c['ms'], 50):.1f} / {np.percentile(c['ms'], 99):.1f}" for c in cases]
+            table.add_row(name, f"{cases[0]['num_parameters'] / 1e6:.0f} M", *cells)
+        yield table
+
+
+def run(model: Path, source: str, is_short: bool) -> BackbonesResult:
+    """Measure on this machine."""
+    import torch
+
+    result = BackbonesResult()
+    torch.set_num_threads(1)
+    for architecture in ARCHITECTURES[:2] if is_short else ARCHITECTURES:
+        say(architecture.name)
+        network = build(architecture)
+        num_parameters = sum(value.numel() for value in network.parameters())
+        for length in INPUT_TOKENS:
+            times = measure(network, length, 10 if is_short else 50)
+            result.cases.append(
+                {
+                    "backbone": architecture.name,
+                    "num_parameters": num_parameters,
+                    "input_tokens": length,
+                    "ms": times,
+                }
+            )
+        del network
+    return result
+
+
+def build(architecture: Architecture) -> Any:
+    """The predictor's network around this backbone, random weights, float32."""
+    import torch
+    from transformers import AutoModel, BertConfig, OPTConfig
+
+    from pipeline.network import LengthNetwork
+
+    if architecture.is_bert:
+        config: Any = BertConfig(
+            hidden_size=architecture.width,
+            num_hidden_layers=architecture.num_layers,
+            num_attention_heads=architecture.num_heads,
+            intermediate_size=architecture.feed_forward,
+        )
+    else:
+        config = OPTConfig(
+            hidden_size=architecture.width,
+            num_hidden_layers=architecture.num_layers,
+            num_attention_heads=architecture.num_heads,
+            ffn_dim=architecture.feed_forward,
+            word_embed_proj_dim=architecture.width,
+        )
+    with torch.inference_mode():
+        backbone = AutoModel.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        return LengthNetwork(backbone, 21, use_features=True).eval()
+
+
+def measure(network: Any, num_tokens: int, num_runs: int) -> list[float]:
+    """Milliseconds of single forecasts; fewer runs where one takes long."""
+    import torch
+
+    from serving_plugin.predictor.conversation import NUM_FEATURES
+
+    ids = torch.randint(5, 20_000, (1, num_tokens))
+    mask, features = torch.ones_like(ids), torch.rand(1, NUM_FEATURES)
+    times: list[float] = []
+    began = time.perf_counter()
+    with torch.inference_mode():
+        while len(times) < num_runs + NUM_WARM_UP:
+            start = time.perf_counter()
+            network(ids, mask, features)
+            times.append((time.perf_counter() - start) * 1000)
+            if time.perf_counter() - began > MAX_SECONDS_PER_CASE and len(times) > NUM_WARM_UP + 2:
+                break
+    return times[NUM_WARM_UP:]

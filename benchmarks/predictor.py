@@ -1,0 +1,361 @@
+"""`predictor`: what a forecast costs, alone and beside the prefill that it serves (TetriInfer figure 17).
+
+Three parts, each with raw times in the result:
+  latency      one prompt at a time on one core: tokenise, run, calibrate; beside the target's own prefill of the same
+               prompt on the same core, turn and turn about
+  batches      prompts per second of a mixed batch, under several limits on the input ("cutting limit")
+  co-running   a prefill instance under load without a predictor, with one in parallel mode and in sequential mode,
+               the predictor on a core of its own and on the engine's
+
+`--short` shows that it works and measures nothing worth quoting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from rich.table import Table
+
+from benchmarks.record import Record, deliver, say
+from serving_plugin.bench.systems import detect_hardware, executable, free_ports
+from serving_plugin.bench.workloads import read_pairs
+from serving_plugin.control.launcher import Device, InstancePlan, base_url, build_instance_command
+from serving_plugin.core.config import InstanceSettings, PredictionSettings, TransferSettings
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.types import Role
+from serving_plugin.predictor.conversation import Message
+from serving_plugin.predictor.model import LengthPredictor
+from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
+from serving_plugin.predictor.spec import MODEL_FILE, SPEC_FILE, TOKENIZER_FILE, PredictorSpec
+from serving_plugin.processes import Child, ChildSpec, stop_all, wait_until_ready
+from serving_plugin.wire import LEG_HEADER, REQUEST_ID_HEADER, Leg
+
+LOG_FOLDER = Path("logs/bench/predictor")
+READY_TIMEOUT_S = 600.0
+CUTTING_LIMITS_TOKENS = (128, 256, 512)
+
+
+__all__ = ["deliver", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured. Prompt lengths are in the target's tokens; `rate_per_s` loads the co-running instance."""
+
+    prompt_tokens: tuple[int, ...] = (16, 128, 512)
+    num_prompts: int = 60
+    num_batch_prompts: int = 256
+    num_requests: int = 160
+    rate_per_s: float = 3.0
+    num_rounds: int = 2
+
+
+SHORT = Extent(prompt_tokens=(16, 128), num_prompts=5, num_batch_prompts=16, num_requests=8, num_rounds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to run a predictor beside a prefill instance. `mode` None: no predictor."""
+
+    name: str
+    mode: str | None
+    has_own_core: bool
+
+
+SETTINGS = (
+    Setting("none", None, False),
+    Setting("parallel, own core", "parallel", True),
+    Setting("sequential, own core", "sequential", True),
+    Setting("parallel, engine's core", "parallel", False),
+    Setting("sequential, engine's core", "sequential", False),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class PredictorResult(Record):
+    """Everything measured; times in milliseconds."""
+
+    model: str
+    extent: dict[str, Any]
+    latency: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    co_running: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part brought figures."""
+        return bool(self.latency and self.batches and self.co_running)
+
+    def tables(self) -> Iterator[Table]:
+        """One table per part, for the console."""
+        table = Table(title="One prompt on one core, ms")
+        for column in ("target's tokens", "predictor p50", "p99", "target's prefill p50", "p99", "ratio of p50"):
+            table.add_column(column, justify="right")
+        for row in self.latency:
+            own, target = row["predictor_ms"], row["prefill_ms"]
+            figures = (own["p50"], own["p99"], target["p50"], target["p99"])
+            table.add_row(
+                str(row["prompt_tokens"]), *(f"{x:.1f}" for x in figures), f"{own['p50'] / target['p50']:.1%}"
+            )
+        yield table
+        table = Table(title="Batches of mixed prompts on one core")
+        for column in ("input limit, tokens", "prompts/s", "longest batch, ms"):
+            table.add_column(column, justify="right")
+        for row in self.batches:
+            table.add_row(str(row["limit"]), f"{row['prompts_per_s']:.0f}", f"{max(row['batch_ms']):.0f}")
+        yield table
+        table = Table(title="Prefill instance under load, ms from request to prefill's answer")
+        for column in ("predictor", "mean", "p50", "p99", "against none", "forecasts in time"):
+            table.add_column(column, justify="left" if column == "predictor" else "right")
+        base = self.mean_ms("none")
+        for name in dict.fromkeys(row["setting"] for row in self.co_running):
+            times = [ms for row in self.co_running if row["setting"] == name for ms in row["latency_ms"]]
+            on_time = [x for row in self.co_running if row["setting"] == name for x in row["is_forecast_of_model"]]
+            figures = (float(np.mean(times)), *np.percentile(times, [50, 99]))
+            change = f"{self.mean_ms(name) / base - 1:+.1%}" if base else "-"
+            share = "-" if name == "none" else f"{np.mean(on_time):.0%}"
+            table.add_row(name, *(f"{x:.1f}" for x in figures), change, share)
+        yield table
+
+    def mean_ms(self, setting: str) -> float:
+        """Mean over all rounds of a setting; 0 when it was not run."""
+        times = [ms for row in self.co_running if row["setting"] == setting for ms in row["latency_ms"]]
+        return float(np.mean(times)) if times else 0.0
+
+
+def run(model: Path, source: str, is_short: bool) -> PredictorResult:
+    """Measure on this machine, with the champion of the registry in the working directory."""
+    hardware = detect_hardware()
+    if len(hardware.cores) < 2:
+        raise ConfigurationError(f"this benchmark needs 2 cores, the machine offers {len(hardware.cores)}")
+    extent = SHORT if is_short else Extent()
+    predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=1)
+    predictor.require_target(model.name)
+    result = PredictorResult(
+        model=f"{predictor.resolved.name} version {predictor.resolved.version}",
+        extent=asdict(extent),
+    )
+    texts = [pair.prompt for pair in read_pairs(source)]
+    random.Random(0).shuffle(texts)
+    with _on_cores(hardware.cores[:1]):
+        say("batches of mixed prompts under several input limits")
+        result.batches = measure_batches(predictor, texts[: extent.num_batch_prompts], LOG_FOLDER)
+    say("one prompt at a time, beside the target's own prefill")
+    result.latency = asyncio.run(measure_latency(predictor, model, texts, extent, hardware.cores[0]))
+    for number in range(extent.num_rounds):
+        # turned round every other time, so that slow drift of the machine cancels out
+        for setting in SETTINGS if number % 2 == 0 else SETTINGS[::-1]:
+            say(f"co-running, round {number + 1} of {extent.num_rounds}: {setting.name}")
+            row = asyncio.run(measure_co_running(setting, model, texts, extent, hardware.cores[:2]))
+            result.co_running.append({"round": number, **row})
+    return result
+
+
+# Batches
+
+
+def measure_batches(predictor: LengthPredictor, texts: Sequence[str], scratch: Path) -> list[dict[str, Any]]:
+    """Prompts per second and the time of each batch, under the model's own input rule and under wider ones.
+
+    A wider input costs what it costs whatever the weights were trained for; its accuracy is not at issue here.
+    """
+    rows = []
+    own = predictor.spec.input.max_tokens
+    positions = max(CUTTING_LIMITS_TOKENS)
+    for limit in (own, *CUTTING_LIMITS_TOKENS):
+        wide = with_input_limit(predictor, limit, scratch)
+        encoded = [wide.encode((Message("user", text),)) for text in texts]
+        wide.probabilities(encoded[:8])
+        times = []
+        for start in range(0, len(encoded), 8):
+            began = time.perf_counter()
+            wide.probabilities(encoded[start : start + 8])
+            times.append((time.perf_counter() - began) * 1000)
+        name = (
+            f"{limit} (its own)" if limit == own else f"{limit} (none: all positions)" if limit == positions else limit
+        )
+        rows.append({"limit": str(name), "prompts_per_s": len(texts) / (sum(times) / 1000), "batch_ms": times})
+    return rows
+
+
+def with_input_limit(predictor: LengthPredictor, limit_tokens: int, scratch: Path) -> LengthPredictor:
+    """The same weights behind another input limit."""
+    folder = scratch / f"limit-{limit_tokens}"
+    folder.mkdir(parents=True, exist_ok=True)
+    source = Path(predictor.resolved.path)
+    for name in (MODEL_FILE, TOKENIZER_FILE, SPEC_FILE):
+        shutil.copyfile(source / name, folder / name)
+    spec = PredictorSpec.load(folder)
+    replace(spec, input=replace(spec.input, max_tokens=limit_tokens)).save(folder)
+    return LengthPredictor.load(str(folder), num_threads=1)
+
+
+# Latency
+
+
+async def measure_latency(
+    predictor: LengthPredictor, model: Path, texts: Sequence[str], extent: Extent, core: int
+) -> list[dict[str, Any]]:
+    """Forecast and prefill of the same prompts, one after the other, both on `core`."""
+    rows = []
+    tokenizer = _target_tokenizer(model)
+    with _instance(Setting("none", None, False), model, (core,)) as url:
+        async with aiohttp.ClientSession() as session:
+            for length in extent.prompt_tokens:
+                prompts = prompts_of_length(texts, tokenizer, length, extent.num_prompts + 3)
+                own, prefill = [], []
+                for number, prompt in enumerate(prompts):
+                    with _on_cores((core,)):
+                        began = time.perf_counter()
+                        predictor.predict_texts([prompt])
+                        own.append((time.perf_counter() - began) * 1000)
+                    answer = await _prefill_leg(session, url, model.name, prompt, f"latency-{length}-{number}")
+                    prefill.append(answer[0])
+                rows.append(
+                    {
+                        "prompt_tokens": length,
+                        "predictor_ms": _percentiles(own[3:]),
+                        "prefill_ms": _percentiles(prefill[3:]),
+                        "predictor_raw_ms": own[3:],
+                        "prefill_raw_ms": prefill[3:],
+                    }
+                )
+    return rows
+
+
+def prompts_of_length(texts: Sequence[str], tokenizer: Any, num_tokens: int, count: int) -> list[str]:
+    """`count` different prompts cut from real text to exactly `num_tokens` of the target's tokens (re-tokenised: within
+    a token or two)."""
+    found = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) >= num_tokens:
+            found.append(tokenizer.decode(ids[:num_tokens]))
+            if len(found) == count:
+                return found
+    raise ConfigurationError(f"the source holds only {len(found)} of {count} prompts of {num_tokens} tokens")
+
+
+# Co-running
+
+
+async def measure_co_running(
+    setting: Setting, model: Path, texts: Sequence[str], extent: Extent, cores: Sequence[int]
+) -> dict[str, Any]:
+    """Prefill legs at Poisson arrivals on one instance, the same requests for every setting."""
+    tokenizer = _target_tokenizer(model)
+    rng = random.Random(1)
+    prompts = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if 8 <= len(ids) <= 512:
+            prompts.append(text)
+        if len(prompts) == extent.num_requests:
+            break
+    arrivals = np.cumsum([rng.expovariate(extent.rate_per_s) for _ in prompts])
+    with _instance(setting, model, tuple(cores)) as url:
+        async with aiohttp.ClientSession() as session:
+            for number in range(4):
+                await _prefill_leg(session, url, model.name, prompts[number], f"warm-{number}")
+            began = time.perf_counter()
+
+            async def one(number: int) -> tuple[float, bool]:
+                await asyncio.sleep(max(0.0, arrivals[number] - (time.perf_counter() - began)))
+                return await _prefill_leg(session, url, model.name, prompts[number], f"co-{number}")
+
+            answers = await asyncio.gather(*(one(number) for number in range(len(prompts))))
+            elapsed_s = time.perf_counter() - began
+    return {
+        "setting": setting.name,
+        "latency_ms": [answer[0] for answer in answers],
+        "is_forecast_of_model": [answer[1] for answer in answers],
+        "elapsed_s": elapsed_s,
+    }
+
+
+async def _prefill_leg(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: str, request_id: str
+) -> tuple[float, bool]:
+    """Milliseconds of one prefill leg as a gateway sends it, and whether the predictor's forecast was in time."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "temperature": 0,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "tetri": {"request_id": request_id, "arrival_s": time.time(), "max_tokens": 256},
+        },
+    }
+    headers = {LEG_HEADER: Leg.PREFILL.value, REQUEST_ID_HEADER: request_id}
+    began = time.perf_counter()
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+        answer = await response.json()
+        if response.status != 200:
+            raise ConfigurationError(f"prefill leg {request_id} failed with {response.status}: {answer}")
+    elapsed_ms = (time.perf_counter() - began) * 1000
+    tetri = (answer.get("kv_transfer_params") or {}).get("tetri") or {}
+    return elapsed_ms, tetri.get("forecast_source") == "model"
+
+
+@contextmanager
+def _instance(setting: Setting, model: Path, cores: tuple[int, ...]) -> Iterator[str]:
+    """A running prefill instance, engine on the first core; its predictor on the second, on the first, or none."""
+    (port,) = free_ports(1)
+    url = base_url("127.0.0.1", port)
+    prediction = PredictionSettings()
+    if setting.mode is not None:
+        core = cores[1] if setting.has_own_core else cores[0]
+        prediction = PredictionSettings(model=DEFAULT_MODEL_URI, mode=setting.mode, core=core)
+    settings = InstanceSettings(
+        Role.PREFILL, "p0", url, prediction=prediction, transfer=TransferSettings(link="direct")
+    )
+    plan = InstancePlan(
+        str(model), settings, Device.CPU, "127.0.0.1", port, served_model_name=model.name, kv_cache_gib=4,
+        cores=cores[:1], is_local_model=True,
+        vllm_flags=("--max-num-batched-tokens", "512", "--max-num-seqs", "64"),
+    )  # fmt: skip
+    environment, argv = build_instance_command(plan)
+    LOG_FOLDER.mkdir(parents=True, exist_ok=True)
+    # not pinned as a whole: the predictor must be free to go to its core; vLLM pins its own threads
+    spec = ChildSpec("p0", (executable("vllm"), *argv[1:]), LOG_FOLDER / f"{setting.name}.log", environment, cores)
+    child = Child(spec)
+    try:
+        wait_until_ready({f"{url}/health": child}, READY_TIMEOUT_S)
+        yield url
+    finally:
+        stop_all([child])
+
+
+def _target_tokenizer(model: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+@contextmanager
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """This process on `cores` only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _percentiles(times_ms: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times_ms, [50, 99])
+    return {"p50": float(p50), "p99": float(p99)}

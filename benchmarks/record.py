@@ -1,0 +1,70 @@
+"""What every result of the smaller benchmarks holds besides its figures, and how it is delivered."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from serving_plugin.bench.compare import machine_facts, version_facts
+from serving_plugin.bench.report import write_atomically
+
+_WIDTH = 140
+
+
+def _command() -> str:
+    return " ".join(["python -m benchmarks", *sys.argv[1:]])
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """How figures came about; a benchmark's own class adds the figures and shows them."""
+
+    command: str = field(default_factory=_command)
+    started: str = field(default_factory=_now)
+    machine: dict[str, Any] = field(default_factory=machine_facts)
+    versions: dict[str, str] = field(default_factory=version_facts)
+
+    def tables(self) -> Iterator[Table]:
+        """What the console and the page show."""
+        raise NotImplementedError
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part brought figures."""
+        raise NotImplementedError
+
+
+def deliver(record: Record, json_path: Path | None, report_path: Path | None) -> bool:
+    """Write the files, print the tables; whether every part brought figures."""
+    if json_path is not None:
+        write_atomically(json_path, json.dumps(asdict(record), indent=2) + "\n")
+        say(f"raw figures: {json_path}")
+    if report_path is not None:
+        page = Console(file=StringIO(), record=True, width=_WIDTH)
+        for table in record.tables():
+            page.print(table)
+        page.print(f"{record.command}, {record.started}, {record.machine}, {record.versions}", markup=False)
+        write_atomically(report_path, page.export_html(inline_styles=True))
+        say(f"report: {report_path}")
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for table in record.tables():
+        console.print(table)
+    return record.is_complete
+
+
+def say(message: str) -> None:
+    """One line of progress."""
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""`refresh`: what is known of a reply's length once its first t tokens are out. Offline, on recorded test replies.
+
+Three forecasts of the same replies, of those longer than t tokens:
+  static      the range given before the first token, never changed
+  refreshed   the same distribution conditioned on length > t: what serving does, without another model call
+  reading     refreshed, and corrected by a model that also reads the first t tokens: gradient boosted trees on lexical
+              features of that text and the refreshed forecast's quantiles, fitted on the calibration split
+
+If `reading` were much better, a second model call during decoding would be worth its cost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.record import Record, deliver, say
+from pipeline.label import LABELLED_FOLDER
+from pipeline.lexical import lexical_table
+from pipeline.prepare import PREPARED_FOLDER
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.predictor.model import LengthPredictor
+from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
+from serving_plugin.predictor.rows import LabelledRow, read_rows
+
+MOMENTS_TOKENS = (0, 16, 32, 64, 128, 256)
+COVERAGE = 0.9
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95)
+
+
+__all__ = ["deliver", "run"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RefreshResult(Record):
+    """Figures by moment; lengths and errors in tokens."""
+
+    model: str
+    num_fit_rows: int
+    num_test_rows: int
+    moments: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self.moments)
+
+    def tables(self) -> Iterator[Table]:
+        """One table for the console."""
+        table = Table(title=f"Forecasts of {self.num_test_rows} recorded replies once t tokens are out")
+        for column in ("t", "replies", "forecast", "MAE of median", "covered by p90", "over-reserved", "width of 90 %"):
+            table.add_column(column, justify="left" if column == "forecast" else "right")
+        for moment in self.moments:
+            for name, figures in moment["forecasts"].items():
+                table.add_row(
+                    str(moment["tokens_out"]),
+                    str(moment["num_rows"]),
+                    name,
+                    f"{figures['mae_tokens']:.1f}",
+                    f"{figures['coverage']:.1%}",
+                    f"{figures['over_reserved_tokens']:.0f}",
+                    f"{figures['interval_width_tokens']:.0f}",
+                )
+        yield table
+
+
+def run(model: Path, source: str, is_short: bool) -> RefreshResult:
+    """Measure with the champion of the registry on the pipeline's prepared and labelled data."""
+    predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=2)
+    limit = 200 if is_short else None
+    fit_rows, test_rows = (read_rows(LABELLED_FOLDER / f"{name}.jsonl")[:limit] for name in ("calibration", "test"))
+    if any(row.source != "recorded" for row in (*fit_rows[:1], *test_rows[:1])):
+        raise ConfigurationError("this benchmark reads the recorded replies' text: set label.source to recorded")
+    replies = _replies(("calibration", "test"))
+    tokenizer = _tokenizer(model)
+    result = RefreshResult(
+        model=f"{predictor.resolved.name} version {predictor.resolved.version}",
+        num_fit_rows=len(fit_rows),
+        num_test_rows=len(test_rows),
+    )
+    say("forecasts before the first token")
+    held = {}
+    for name, rows in (("fit", fit_rows), ("test", test_rows)):
+        forecasts = predictor.to_forecasts(predictor.conversation_probabilities(rows))
+        texts = [tokenizer.encode(replies[row.id], add_special_tokens=False).ids for row in rows]
+        held[name] = (rows, forecasts, texts)
+    for tokens_out in MOMENTS_TOKENS:
+        say(f"{tokens_out} tokens out")
+        result.moments.append(_moment(tokens_out, tokenizer, *held["fit"], *held["test"]))
+    return result
+
+
+def _moment(
+    tokens_out: int,
+    tokenizer: Any,
+    fit_rows: Sequence[LabelledRow],
+    fit_forecasts: Sequence[LengthForecast],
+    fit_ids: Sequence[list[int]],
+    test_rows: Sequence[LabelledRow],
+    test_forecasts: Sequence[LengthForecast],
+    test_ids: Sequence[list[int]],
+) -> dict[str, Any]:
+    """All three forecasts of the test replies longer than `tokens_out`."""
+    left_fit = [i for i, row in enumerate(fit_rows) if row.output_tokens > tokens_out]
+    left = [i for i, row in enumerate(test_rows) if row.output_tokens > tokens_out]
+    lengths = np.asarray([test_rows[i].output_tokens for i in left])
+    static = _levels([test_forecasts[i] for i in left])
+    refreshed = _levels([_given(test_forecasts[i], tokens_out) for i in left])
+    forecasts = {"static": _figures(static, lengths), "refreshed": _figures(refreshed, lengths)}
+    if tokens_out > 0:
+        fit_levels = _levels([_given(fit_forecasts[i], tokens_out) for i in left_fit])
+        fit_lengths = np.asarray([fit_rows[i].output_tokens for i in left_fit])
+        fit_table = np.hstack(
+            [fit_levels, lexical_table([tokenizer.decode(fit_ids[i][:tokens_out]) for i in left_fit])]
+        )
+        table = np.hstack([refreshed, lexical_table([tokenizer.decode(test_ids[i][:tokens_out]) for i in left])])
+        forecasts["reading"] = _figures(_boosted_levels(fit_table, fit_lengths, table, tokens_out), lengths)
+    return {"tokens_out": tokens_out, "num_rows": len(left), "forecasts": forecasts}
+
+
+def _given(forecast: LengthForecast, tokens_out: int) -> LengthForecast:
+    return forecast.given_more_than(tokens_out) if tokens_out else forecast
+
+
+def _levels(forecasts: Sequence[LengthForecast]) -> np.ndarray:
+    """(rows, LEVELS) quantiles."""
+    return np.asarray([[forecast.quantile(level) for level in LEVELS] for forecast in forecasts], dtype=np.float64)
+
+
+def _boosted_levels(fit_table: np.ndarray, fit_lengths: np.ndarray, table: np.ndarray, tokens_out: int) -> np.ndarray:
+    """(rows, LEVELS) quantiles of gradient boosting on what is left, in logarithms; made to rise."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    left = np.log(fit_lengths - tokens_out)
+    columns = []
+    for level in LEVELS:
+        booster = HistGradientBoostingRegressor(
+            loss="quantile", quantile=level, max_iter=150, learning_rate=0.05, min_samples_leaf=40, random_state=0
+        )
+        columns.append(np.exp(booster.fit(fit_table, left).predict(table)) + tokens_out)
+    return np.maximum.accumulate(np.stack(columns, axis=1), axis=1)
+
+
+def _figures(levels: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+    low, median, upper, high = (levels[:, LEVELS.index(level)] for level in (0.05, 0.5, COVERAGE, 0.95))
+    return {
+        "mae_tokens": float(np.abs(median - lengths).mean()),
+        "coverage": float((lengths <= upper).mean()),
+        "over_reserved_tokens": float(np.maximum(upper - lengths, 0).mean()),
+        "interval_width_tokens": float((high - low).mean()),
+    }
+
+
+def _replies(splits: Sequence[str]) -> dict[str, str]:
+    """Row id -> text of the recorded reply."""
+    texts = {}
+    for name in splits:
+        with (PREPARED_FOLDER / f"{name}.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                chat = json.loads(line)
+                for turn in chat["replies"]:
+                    texts[f"{chat['root_id']}:{turn}"] = chat["messages"][turn]["content"]
+    return texts
+
+
+def _tokenizer(model: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(model / "tokenizer.json"))

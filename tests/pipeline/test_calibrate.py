@@ -1,0 +1,146 @@
+"""The calibrate stage: what it fits, what it leaves out, and the file it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.calibrate import Checkpoint, calibrate, fit, groups_of, read_calibration, softmax
+from pipeline.network import predict_logits
+from pipeline.params import CalibrateParams
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.predictor.calibration import fit_temperature, identity, pit_values
+from serving_plugin.predictor.encoding import EncodedConversation
+from serving_plugin.predictor.rows import read_rows
+
+EDGES = tuple(range(0, 1001, 50))
+NUM_BUCKETS = len(EDGES) - 1
+BOTH = CalibrateParams(temperature=True, conformal=True, prompt_edges_tokens=(64,))
+
+
+def draw(num_rows: int, scale: float) -> tuple[np.ndarray, np.ndarray, list[EncodedConversation]]:
+    """Logits too sharp by `scale`, the lengths that came, and first turns of 10 and 100 tokens in turn."""
+    rng = np.random.default_rng(0)
+    centres = rng.uniform(2, NUM_BUCKETS - 2, (num_rows, 1))
+    logits = -0.5 * ((np.arange(NUM_BUCKETS) - centres) / 3.0) ** 2
+    buckets = (softmax(logits).cumsum(axis=1) < rng.random((num_rows, 1))).sum(axis=1)
+    lengths = np.minimum(buckets, NUM_BUCKETS - 1) * 50 + rng.integers(0, 50, num_rows)
+    return scale * logits, lengths, [EncodedConversation((1,), (), (10, 100)[i % 2], 0) for i in range(num_rows)]
+
+
+def no_one(num_rows: int) -> np.ndarray:
+    return np.zeros(num_rows, dtype=bool)
+
+
+def test_both_parts_are_fitted_one_on_top_of_the_other() -> None:
+    logits, lengths, encoded = draw(6000, scale=2.0)
+    fitted = fit(BOTH, EDGES, logits, lengths, no_one(6000), encoded)
+    assert fitted.temperature == pytest.approx(2.0, rel=0.1)
+    assert fitted.prompt_edges_tokens == (64,)
+    # temperature has put the scale right, so there is little left for the knots
+    np.testing.assert_allclose(fitted.knots, np.tile(np.linspace(0, 1, 101), (4, 1)), atol=0.05)
+
+
+def test_without_temperature_the_knots_do_all_the_work() -> None:
+    logits, lengths, encoded = draw(6000, scale=2.0)
+    fitted = fit(CalibrateParams(False, True, (64,)), EDGES, logits, lengths, no_one(6000), encoded)
+    assert fitted.temperature == 1.0
+    assert np.max(np.abs(np.asarray(fitted.knots) - np.linspace(0, 1, 101))) > 0.05
+    pits = pit_values(EDGES, fitted.apply(softmax(logits), groups_of(encoded, (64,))), lengths)
+    np.testing.assert_allclose(np.quantile(pits, (0.1, 0.5, 0.9)), (0.1, 0.5, 0.9), atol=0.02)
+
+
+def test_without_conformal_only_the_temperature_is_left() -> None:
+    logits, lengths, encoded = draw(2000, scale=2.0)
+    fitted = fit(CalibrateParams(True, False, (64,)), EDGES, logits, lengths, no_one(2000), encoded)
+    assert fitted.temperature == pytest.approx(2.0, rel=0.1)
+    assert (fitted.knots, fitted.prompt_edges_tokens) == (identity().knots, ())
+    neither = fit(CalibrateParams(False, False, ()), EDGES, logits, lengths, no_one(2000), encoded)
+    assert neither == identity()
+
+
+def test_replies_cut_at_random_calibrate_like_whole_ones() -> None:
+    logits, lengths, encoded = draw(12_000, scale=1.0)
+    logits = logits + np.linspace(-2, 2, NUM_BUCKETS)  # forecasts are too long
+    plain = CalibrateParams(False, True, ())
+    whole = np.asarray(fit(plain, EDGES, logits, lengths, no_one(12_000), encoded).knots[0])
+    cuts = np.random.default_rng(1).integers(0, 1400, 12_000)
+    censored, seen = cuts < lengths, np.minimum(cuts, lengths)
+    assert 0.25 < censored.mean() < 0.6
+    known = np.asarray(fit(plain, EDGES, logits, seen, censored, encoded).knots[0])
+    naive = np.asarray(fit(plain, EDGES, logits, seen, no_one(12_000), encoded).knots[0])
+    assert np.max(np.abs(known - whole)[:91]) < 0.03
+    assert np.max(np.abs(naive - whole)[:91]) > 0.08
+
+
+def test_temperature_takes_a_cut_reply_as_at_least() -> None:
+    logits, lengths, encoded = draw(6000, scale=2.0)
+    cuts = np.random.default_rng(1).integers(0, 1400, 6000)
+    censored, seen = cuts < lengths, np.minimum(cuts, lengths)
+    settings = CalibrateParams(True, False, ())
+    assert fit(settings, EDGES, logits, seen, censored, encoded).temperature == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_reply_cut_in_the_last_bucket_is_known_to_lie_there() -> None:
+    logits, lengths, encoded = draw(1000, scale=1.0)
+    at_cap = lengths >= 950
+    assert at_cap.sum() > 10
+    plain = CalibrateParams(False, True, ())
+    found = [fit(plain, EDGES, logits, lengths, censored, encoded) for censored in (no_one(1000), at_cap)]
+    assert found[0] == found[1]
+
+
+def test_lengths_beyond_the_last_edge_are_of_the_last_bucket() -> None:
+    logits, lengths, encoded = draw(1000, scale=1.0)
+    beyond = np.where(lengths >= 950, 9999, lengths)
+    temperature = fit(CalibrateParams(True, False, ()), EDGES, logits, beyond, no_one(1000), encoded).temperature
+    assert temperature == pytest.approx(fit_temperature(logits, np.eye(NUM_BUCKETS, dtype=bool)[lengths // 50]))
+
+
+# The stage
+
+
+def test_the_stage_writes_what_it_fitted(trained: Any, tmp_path: Path) -> None:
+    out = tmp_path / "calibration.json"
+    fitted = calibrate(trained.params.calibrate, trained.labelled, trained.checkpoint, out)
+    assert read_calibration(out) == fitted == read_calibration(trained.calibration)
+    assert fitted.temperature != 1.0
+    assert fitted.prompt_edges_tokens == trained.params.calibrate.prompt_edges_tokens
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
+
+
+def test_a_checkpoint_forecasts_with_the_calibration_it_is_given(trained: Any) -> None:
+    rows = read_rows(trained.labelled / "test.jsonl")
+    plain = Checkpoint.load(trained.checkpoint)
+    calibrated = Checkpoint.load(trained.checkpoint, trained.calibration)
+    assert plain.spec.calibration == identity()
+    calibration = read_calibration(trained.calibration)
+    assert calibrated.spec == plain.spec.calibrated(calibration)
+    encoded = plain.encode(rows)
+    logits = predict_logits(plain.network, encoded, plain.spec.pad_token_id)
+    np.testing.assert_allclose(plain.probabilities(rows), softmax(logits), atol=1e-6)
+    expected = calibration.apply(
+        softmax(logits / calibration.temperature), groups_of(encoded, calibration.prompt_edges_tokens)
+    )
+    np.testing.assert_allclose(calibrated.probabilities(rows), expected, atol=1e-6)
+    assert np.abs(calibrated.probabilities(rows) - plain.probabilities(rows)).max() > 0.01
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"temperature": 1.0}', json.dumps({"knots": []})])
+def test_an_unusable_file_names_the_stage(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"calibration\.json cannot be used .*dvc repro calibrate") as caught:
+        read_calibration(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_rows_nothing_is_written(trained: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"calibration\.jsonl cannot be read"):
+        calibrate(BOTH, tmp_path, trained.checkpoint, tmp_path / "out.json")
+    assert list(tmp_path.iterdir()) == []
