@@ -22,8 +22,8 @@ from pipeline.label import LABELLED_FOLDER
 from pipeline.network import predict_logits
 from pipeline.params import Params, load_params
 from pipeline.train import choose_rows, fit
+from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.scores import Forecasts, row_scores
 
 # Changes of sections of params.yaml, by variant.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

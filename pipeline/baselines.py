@@ -33,8 +33,8 @@ from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.lexical import lexical_table
 from pipeline.params import InputParams, Params, load_params
 from pipeline.train import LABELLED, choose_rows, edges_up_to, fine_buckets, fit
-from serving_plugin.predictor.baselines import DEFAULT_PREDICTIONS, write_baselines
 from serving_plugin.predictor.encoding import ConversationEncoder, InputRule
+from serving_plugin.predictor.evaluation.baselines import DEFAULT_PREDICTIONS, write_baselines
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 
 PREDICTIONS = DEFAULT_PREDICTIONS

@@ -23,13 +23,13 @@ from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.params import Params, load_params
 from pipeline.tracking import load_run_id, tracked_run
 from pipeline.train import CHECKPOINT, LABELLED
-from serving_plugin.predictor import plots, summary, tables
-from serving_plugin.predictor.baselines import read_baselines, write_arrays
-from serving_plugin.predictor.ceiling import resample_oracle
-from serving_plugin.predictor.metrics import MARGINAL, score_split
+from serving_plugin.predictor.evaluation import plots, summary, tables
+from serving_plugin.predictor.evaluation.baselines import read_baselines, write_arrays
+from serving_plugin.predictor.evaluation.ceiling import resample_oracle
+from serving_plugin.predictor.evaluation.metrics import MARGINAL, score_split
+from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.scores import Array, Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.spec import PredictorSpec
 
 HEADLINES_NAME = "headlines.json"

@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serving_plugin.core.errors import ConfigurationError, TetriError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 SPLITS = ("train", "validation", "calibration", "test")
 
@@ -60,39 +54,6 @@ def read_json_lines(path: Path, made_by: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
-
-
-@contextmanager
-def dataset_of(rows: Callable[[], Iterator[dict[str, Any]]], types: Mapping[str, str]) -> Iterator[Dataset]:
-    """The rows as a `datasets.Dataset` on disk, gone with the block: memory stays flat and no stale cache can answer.
-
-    Args:
-        rows: called once, in this process.
-        types: column -> Arrow type name ("string", "int64", "bool").
-    """
-    from datasets import Dataset, Features, Value, disable_progress_bars
-    from datasets.exceptions import DatasetGenerationError
-
-    disable_progress_bars()
-    features = Features({name: Value(kind) for name, kind in types.items()})
-    stream = rows()
-    first = next(stream, None)
-    if first is None:  # from_generator fails on nothing at all
-        yield Dataset.from_dict({name: [] for name in types}, features=features)
-        return
-
-    def all_rows() -> Iterator[dict[str, Any]]:
-        yield first
-        yield from stream
-
-    with tempfile.TemporaryDirectory(prefix="tetri-dataset-") as scratch:
-        try:
-            table = Dataset.from_generator(all_rows, features=features, cache_dir=scratch, fingerprint=uuid.uuid4().hex)
-        except DatasetGenerationError as error:
-            if isinstance(error.__cause__, TetriError):  # raised by `rows`: the wrapper says nothing of the cause
-                raise error.__cause__ from None
-            raise
-        yield table
 
 
 def progress(message: str) -> None:

@@ -192,7 +192,7 @@ def _write(path: Path, lines: Iterator[dict[str, Any]], params: LabelParams, dro
 
 
 def _write_target_replies(prepared: Path, generated: Path, path: Path, params: LabelParams) -> dict[str, Any]:
-    """Every reply of the target to a held-out conversation (to any, when training is on them too)."""
+    """Every reply of the target to a conversation of the test split, whatever the splits are labelled with."""
     dropped = Counter[str]()
     messages_of = {
         row["root_id"]: row["messages"]

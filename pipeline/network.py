@@ -131,10 +131,15 @@ def load_network(checkpoint: Path, num_buckets: int) -> LengthNetwork:
         raise ConfigurationError(f"{path} is missing; run `dvc repro train`")
     network = new_network(str(checkpoint / BACKBONE_FOLDER), num_buckets, use_features=True)
     try:
-        network.load_state_dict(load_file(path), strict=False)
+        left_out = network.load_state_dict(load_file(path), strict=False)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise ConfigurationError(f"{path} does not fit predictor.json ({reason}); run `dvc repro train`") from None
+    missing = [name for name in left_out.missing_keys if not name.startswith("backbone.")]
+    if missing or left_out.unexpected_keys:
+        raise ConfigurationError(
+            f"{path} lacks {missing} and has unknown {left_out.unexpected_keys}; run `dvc repro train`"
+        )
     return network.eval()
 
 

@@ -26,9 +26,9 @@ from pipeline.tracking import load_run_id, tracked_run
 from pipeline.train import CHECKPOINT, LABELLED
 from serving_plugin.core.errors import ConfigurationError, TetriError
 from serving_plugin.predictor import gate, lifecycle
+from serving_plugin.predictor.evaluation.scores import Forecasts, Truth, bucket_of
 from serving_plugin.predictor.registry import CHALLENGER_ALIAS, default_tracking_uri, find_version_with_content
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.scores import Forecasts, Truth, bucket_of
 from serving_plugin.predictor.spec import MODEL_FILE, MODEL_FOLDER_FILES, PredictorSpec
 from serving_plugin.predictor.target import same_target
 

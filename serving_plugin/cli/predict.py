@@ -86,8 +86,8 @@ def evaluate(
 
     Examples:  tetri evaluate --report page.html  |  tetri evaluate models/predictor/export --data rows.jsonl --json
     """
-    from serving_plugin.predictor.ceiling import resample_oracle
-    from serving_plugin.predictor.metrics import score_split
+    from serving_plugin.predictor.evaluation.ceiling import resample_oracle
+    from serving_plugin.predictor.evaluation.metrics import score_split
     from serving_plugin.predictor.rows import read_rows
 
     rows = read_rows(data)
@@ -106,7 +106,7 @@ def evaluate(
     oracle = resample_oracle(rows, num_resamples=resamples)
     facts = {"model": predictor.resolved.uri, "version": predictor.resolved.version, "data": str(data)}
     if report_path is not None:
-        from serving_plugin.predictor.report import Evaluated, write_report
+        from serving_plugin.predictor.evaluation.report import Evaluated, write_report
 
         write_report(Evaluated(spec, probabilities, rows, scores, rivals, oracle, facts, notes, resamples), report_path)
     if as_json:
@@ -126,7 +126,7 @@ def _read_baselines(path: Path | None, ids: list[str], edges_tokens: Sequence[in
     Raises:
         ConfigurationError: a file that was named does not fit.
     """
-    from serving_plugin.predictor.baselines import DEFAULT_PREDICTIONS, read_baselines
+    from serving_plugin.predictor.evaluation.baselines import DEFAULT_PREDICTIONS, read_baselines
 
     if path is not None:
         return read_baselines(path, ids, edges_tokens), []
@@ -228,7 +228,7 @@ def _print_scores(report: dict[str, Any], granularity_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from serving_plugin.predictor import summary
+    from serving_plugin.predictor.evaluation import summary
 
     version = f" version {report['version']}" if report["version"] else ""
     table = Table(title=f"{report['model']}{version} on {report['num_rows']} rows of {report['data']}")
@@ -264,7 +264,7 @@ def _print_scores(report: dict[str, Any], granularity_tokens: int) -> None:
 def _gains_table(report: dict[str, Any], granularity_tokens: int) -> Any:
     from rich.table import Table
 
-    from serving_plugin.predictor.summary import Column, title_of
+    from serving_plugin.predictor.evaluation.summary import Column, title_of
 
     columns = [
         Column(f"accuracy_{granularity_tokens}", f"accuracy at {granularity_tokens}", True),

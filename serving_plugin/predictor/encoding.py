@@ -12,9 +12,10 @@ transformers.
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,7 @@ class ConversationEncoder:
                 f"lower the others"
             )
         self._room = room
-        self._seen = lru_cache(_REMEMBERED_MESSAGES)(self._tokenise)
+        self._remembered: OrderedDict[bytes, _Tokenised] = OrderedDict()  # by digest: the texts may be megabytes
 
     @classmethod
     def from_file(cls, path: Path, rule: InputRule) -> ConversationEncoder:
@@ -145,6 +146,15 @@ class ConversationEncoder:
         for number, part in enumerate(parts):
             ids += [*self._separator, *part] if number else part
         return (*ids, *self._suffix)
+
+    def _seen(self, text: str) -> _Tokenised:
+        """`_tokenise`, with a memory of the last messages."""
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        found = self._remembered.pop(key, None) or self._tokenise(text)
+        self._remembered[key] = found
+        if len(self._remembered) > _REMEMBERED_MESSAGES:
+            self._remembered.popitem(last=False)
+        return found
 
     def _tokenise(self, text: str) -> _Tokenised:
         # JSON may carry lone surrogates, which no tokenizer takes

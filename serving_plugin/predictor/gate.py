@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.bootstrap import Array, Interval, paired_gain
+from serving_plugin.predictor.evaluation.bootstrap import Array, Interval, paired_gain
 
 MUST_BEAT = ("modal", "marginal")
 NUM_RESAMPLES = 1000

@@ -100,7 +100,7 @@ class PredictorService:
     def _receive(self, peer: bytes, body: bytes) -> None:
         try:
             message = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._send(peer, {"id": None, "error": f"not JSON: {error}"})
             return
         if not isinstance(message, dict):

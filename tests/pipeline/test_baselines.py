@@ -15,8 +15,8 @@ from pipeline.lexical import LEXICAL_NAMES, NUM_LEXICAL, lexical_features, lexic
 from pipeline.params import Params, load_profile
 from pipeline.train import edges_up_to
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.baselines import read_baselines, write_baselines
 from serving_plugin.predictor.conversation import Message
+from serving_plugin.predictor.evaluation.baselines import read_baselines, write_baselines
 from serving_plugin.predictor.rows import LabelledRow
 
 EDGES = edges_up_to(599, 50)

@@ -17,7 +17,9 @@ from pipeline.files import SPLITS
 from pipeline.params import load_profile, use_profile
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("target", "prepare", "generate", "label", "train", "evaluate", "export", "register")
+STAGES = (
+    "target", "prepare", "generate", "label", "train", "calibrate", "baselines", "evaluate", "export", "register",
+)  # fmt: skip
 
 
 def checkout(folder: Path) -> Path:
@@ -51,8 +53,13 @@ def test_the_ci_profile_runs_every_stage_once(tmp_path: Path) -> None:
     for split in SPLITS:
         assert (folder / "data/labelled" / f"{split}.jsonl").stat().st_size > 0
     replies = (folder / "data/generated/replies.jsonl").read_text().splitlines()
-    assert len(replies) == 60
-    assert json.loads((folder / "metrics/evaluate.json").read_text())["num_rows"] > 0
+    generate = load_profile("ci").generate
+    assert generate.num_prompts is not None
+    assert len(replies) == generate.num_prompts + generate.num_resampled * (generate.samples - 1)
+    report = json.loads((folder / "metrics/evaluate.json").read_text())
+    assert report["num_rows"] > 0
+    assert {"modal", "marginal", "tfidf_linear", "gradient_boosting", "plain_cross_entropy"} <= set(report["baselines"])
+    assert report["target_oracle"]["num_replies"] > 0
     assert (folder / "models/predictor/export/model.onnx").is_file()
     assert (folder / "mlruns/mlflow.db").is_file()
 

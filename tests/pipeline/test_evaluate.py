@@ -14,7 +14,7 @@ import pytest
 from pipeline.calibrate import Checkpoint
 from pipeline.evaluate import Outputs, evaluate, score_target_replies
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.metrics import score_split
+from serving_plugin.predictor.evaluation.metrics import score_split
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.rows import read_rows
 

@@ -154,7 +154,7 @@ def test_bert_is_exported_right_too(use_features: bool, trained: Any, tmp_path: 
 def test_8_bits_are_served_where_they_cost_no_accuracy(trained: Any, exact: Path) -> None:
     report = trained.exported
     assert report["served"] == "int8"
-    assert report["int8"]["accuracy_loss"] <= trained.params.export.int8_max_accuracy_loss
+    assert report["int8"]["accuracy_loss"] <= trained.params.export.int8_max_loss
     assert (trained.export / "model.onnx").stat().st_size == report["int8"]["onnx_bytes"] < report["onnx_bytes"] / 2
     assert (exact / "model.onnx").stat().st_size == report["onnx_bytes"]
     rows = read_rows(trained.labelled / "validation.jsonl")
@@ -183,7 +183,7 @@ def test_8_bits_that_cost_accuracy_are_kept_only_where_that_is_allowed(
     spoilt = tmp_path / "spoilt.onnx"
     write_onnx(with_probabilities(loaded.network, 1.0), spoilt, loaded.spec.pad_token_id, trained.params.export.opset)
     monkeypatch.setattr(export_stage, "quantise", lambda source, target: shutil.copyfile(spoilt, target))
-    report = run_export(trained, tmp_path, int8_max_accuracy_loss=max_loss)
+    report = run_export(trained, tmp_path, int8_max_loss=max_loss)
     assert report["served"] == served
     lengths = [row.output_tokens for row in read_rows(trained.labelled / "validation.jsonl")]
     last = np.mean([length >= 400 for length in lengths])

@@ -10,7 +10,15 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel, LlamaConfig, OPTConfig, OPTModel
 
-from pipeline.network import HEAD_FILE, LengthNetwork, is_causal, load_network, predict_logits, to_batch
+from pipeline.network import (
+    HEAD_FILE,
+    MAX_DEVIATIONS,
+    LengthNetwork,
+    is_causal,
+    load_network,
+    predict_logits,
+    to_batch,
+)
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.conversation import NUM_FEATURES
 from serving_plugin.predictor.encoding import EncodedConversation
@@ -119,8 +127,9 @@ def test_padding_changes_nothing(make: Any) -> None:
 @pytest.mark.parametrize("use_features", [True, False])
 def test_features_count_or_do_not_also_after_save_and_load(use_features: bool, tmp_path: Path) -> None:
     network = network_on(bert(), use_features)
-    network.save(tmp_path)
     batch = inputs(*ROWS)
+    network.start_from((1 / NUM_BUCKETS,) * NUM_BUCKETS, batch["features"])
+    network.save(tmp_path)
     changed = {**batch, "features": batch["features"] * 3 + 1}
     for one in (network, load_network(tmp_path, NUM_BUCKETS)):
         with torch.inference_mode():
@@ -143,12 +152,48 @@ def test_training_begins_at_the_marginal_distribution() -> None:
     shares = (0.5, 0.2, 0.15, 0.1, 0.05, 0.0)
     with torch.inference_mode():
         before = torch.softmax(network(**inputs(*ROWS))["logits"], dim=-1)
-        network.start_from(shares)
+        network.start_from(shares, inputs(*ROWS)["features"])
         after = torch.softmax(network(**inputs(*ROWS))["logits"], dim=-1)
     error = (after - torch.tensor(shares)).abs().max().item()
     assert error < 0.05
     assert error < (before - torch.tensor(shares)).abs().max().item() / 3
     assert after.min() > 0  # a bucket that never came in training is unlikely, not impossible
+
+
+def test_features_are_read_as_deviations_of_the_training_rows(tmp_path: Path) -> None:
+    """The same network on features in other units, learnt from rows in those units, says the same."""
+    rows = torch.rand((50, NUM_FEATURES), generator=torch.Generator().manual_seed(2)) * 20
+    shares = (1 / NUM_BUCKETS,) * NUM_BUCKETS
+    plain, scaled = network_on(bert()), network_on(bert())
+    plain.start_from(shares, rows)
+    scaled.start_from(shares, 7 * rows + 3)
+    scaled.save(tmp_path)
+    batch = inputs(*ROWS)
+    features = batch.pop("features") * 20
+    with torch.inference_mode():
+        expected = plain(**batch, features=features)["logits"]
+        for network in (scaled, load_network(tmp_path, NUM_BUCKETS)):
+            found, raw = (network(**batch, features=one)["logits"] for one in (7 * features + 3, features))
+            error = (found - expected).abs().max()
+            assert error < 1e-3 and error < (raw - expected).abs().max() / 30  # 0.01 joins the deviation
+
+
+def test_an_outlier_counts_as_the_edge_of_what_was_seen() -> None:
+    rows = torch.rand((50, NUM_FEATURES), generator=torch.Generator().manual_seed(2))
+    network = network_on(bert())
+    network.start_from((1 / NUM_BUCKETS,) * NUM_BUCKETS, rows)
+    batch = inputs(*ROWS)
+    far = rows.mean(dim=0) + (MAX_DEVIATIONS + 1) * (rows.std(dim=0, correction=0) + 0.01)
+    with torch.inference_mode():
+        edge, beyond = (network(**{**batch, "features": batch["features"] * 0 + f})["logits"] for f in (far, far * 1e6))
+    assert torch.equal(edge, beyond)
+
+
+def test_a_feature_that_never_varied_stays_a_number() -> None:
+    network = network_on(bert())
+    network.start_from((1 / NUM_BUCKETS,) * NUM_BUCKETS, torch.zeros((1, NUM_FEATURES)))
+    with torch.inference_mode():
+        assert torch.isfinite(network(**inputs(*ROWS))["logits"]).all()
 
 
 @pytest.mark.parametrize("make", BACKBONES.values(), ids=BACKBONES)
@@ -191,10 +236,8 @@ def test_which_backbones_are_causal(config: Any, expected: bool) -> None:
 
 def test_logits_come_in_the_order_of_the_rows_whatever_the_batch() -> None:
     rng = np.random.default_rng(0)
-    encoded = [
-        EncodedConversation(tuple(rng.integers(2, 40, rng.integers(1, 20)).tolist()), (float(i) / 9,) * NUM_FEATURES, 1, 0)
-        for i in range(9)
-    ]  # fmt: skip
+    ids = [tuple(rng.integers(2, 40, rng.integers(1, 20)).tolist()) for _ in range(9)]
+    encoded = [EncodedConversation(one, (float(i) / 9,) * NUM_FEATURES, 1, 0) for i, one in enumerate(ids)]
     network = network_on(opt())
     found = predict_logits(network, encoded, PAD, batch_size=4)
     assert found.shape == (9, NUM_BUCKETS)

@@ -59,8 +59,9 @@ def test_the_committed_params_are_the_cpu_profile() -> None:
         ("label.source", "generated", "generate.splits lacks some of"),
         ("label.granularity_tokens", 150, "choose one of 50, 100, 200, 400"),
         ("prepare.shares.train", 0.9, "prepare.shares sum to 1.2, must sum to 1"),
-        ("prepare.min_prompt_chars", 10**6, "is over prepare.max_prompt_chars"),
-        ("train.head_tokens", 128, "must be below train.max_input_tokens"),
+        ("prepare.near_duplicate_similarity", 0.1, "must be from 0.3 to 1"),
+        ("input.reply_tokens", 60, "leave less than 8 of input.max_tokens 64 for the last message"),
+        ("calibrate.prompt_edges_tokens", [128, 16], "must rise"),
         ("train.fine_granularity_tokens", 400, "multiples of train.fine_granularity_tokens 400"),
         ("evaluate.granularities_tokens", [], "expected a list such as [100, 200]"),
         ("evaluate.granularities_tokens", [75], "must be multiples of train.fine_granularity_tokens"),
@@ -133,7 +134,9 @@ def test_paper_is_the_papers_setting() -> None:
     params = load_profile("paper")
     assert params.target.location == "facebook/opt-13b"
     assert params.train.backbone == "facebook/opt-125m"
-    assert params.prepare.max_prompts == 75_000
+    assert (params.generate.turns, params.generate.num_prompts) == ("first", 75_000)
+    loss = params.train
+    assert (loss.use_features, loss.label_smoothing_tokens, loss.expected_value_weight) == (False, 0.0, 0.0)
     assert params.label.source == "generated"
     arguments = vllm_arguments(
         {"target": "facebook/opt-13b", "dtype": "float16", "seed": 0}, params.generate, on_gpu=True
@@ -156,8 +159,9 @@ def test_the_dry_run_changes_models_and_sizes_and_nothing_else() -> None:
         "target.name",
         "target.path",
         "target.dtype",
-        "prepare.max_prompts",
+        "prepare.max_conversations",
         "generate.num_prompts",
+        "generate.num_resampled",
         "generate.max_tokens",
         "generate.max_num_seqs",
         "generate.shard_size",

@@ -20,11 +20,11 @@ from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor import lifecycle
 from serving_plugin.predictor.calibration import identity
 from serving_plugin.predictor.conversation import FEATURE_NAMES, Message
+from serving_plugin.predictor.evaluation.scores import Forecasts, Truth, row_scores
 from serving_plugin.predictor.gate import RowScores
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import resolve_model
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.scores import Forecasts, Truth, row_scores
 from serving_plugin.predictor.spec import FORMAT
 
 NAME = "length-predictor"
@@ -380,8 +380,8 @@ def test_version_of_the_pipeline_carries_its_origin(trained: Any) -> None:
 
 def test_registered_model_forecasts_as_the_exported_one(trained: Any) -> None:
     texts = ["essay about rivers", "sum about clocks and letters", "list about nothing at all"]
-    folder = LengthPredictor.load(str(trained.export)).predict(texts)
-    registered = LengthPredictor.load(CHAMPION, tracking_uri=trained.tracking_uri).predict(texts)
+    folder = LengthPredictor.load(str(trained.export)).predict_texts(texts)
+    registered = LengthPredictor.load(CHAMPION, tracking_uri=trained.tracking_uri).predict_texts(texts)
     np.testing.assert_allclose(
         [forecast.probabilities for forecast in registered], [forecast.probabilities for forecast in folder], atol=1e-6
     )

@@ -13,7 +13,18 @@ import pytest
 
 from pipeline.params import Params
 from pipeline.tracking import load_run_id
-from pipeline.train import Collator, Example, _parameter_groups, choose_rows, edges_up_to, fine_buckets, fit, train
+from pipeline.train import (
+    PATIENCE_EPOCHS,
+    Collator,
+    Example,
+    _parameter_groups,
+    _warm_up,
+    choose_rows,
+    edges_up_to,
+    fine_buckets,
+    fit,
+    train,
+)
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.calibration import identity
 from serving_plugin.predictor.conversation import FEATURE_NAMES, NUM_FEATURES, Message
@@ -149,7 +160,7 @@ def test_the_epoch_with_the_best_validation_loss_is_kept(trained: Any) -> None:
 
     history = MlflowClient(trained.tracking_uri).get_metric_history(load_run_id(trained.checkpoint), "eval_loss")
     losses = [metric.value for metric in history]
-    assert len(losses) == trained.params.train.epochs
+    assert len(losses) == min(trained.params.train.epochs, losses.index(min(losses)) + 1 + PATIENCE_EPOCHS)
     loaded = Checkpoint.load(trained.checkpoint)
     examples = to_examples(read_rows(trained.labelled / "validation.jsonl"), loaded.encoder)
     batch = Collator(loaded.spec.pad_token_id)(examples)
@@ -166,6 +177,35 @@ def test_same_seed_same_weights(trained: Any, tmp_path: Path) -> None:
         first, second = load_file(trained.checkpoint / name), load_file(tmp_path / "again" / name)
         assert first.keys() == second.keys()
         assert all(np.array_equal(first[key], second[key]) for key in first), name
+
+
+def test_the_warm_up_teaches_the_head_and_leaves_the_backbone(trained: Any) -> None:
+    import torch
+
+    from pipeline.calibrate import Checkpoint
+    from pipeline.losses import LengthLoss
+    from pipeline.network import new_network
+    from pipeline.train import to_examples
+
+    loaded = Checkpoint.load(trained.checkpoint)
+    rows = read_rows(trained.labelled / "train.jsonl")
+    examples = to_examples(rows, loaded.encoder)
+    batch = Collator(loaded.spec.pad_token_id)(examples)
+    torch.manual_seed(0)
+    network = new_network(str(trained.checkpoint / "backbone"), loaded.spec.num_buckets, use_features=True)
+    network.start_from(np.asarray(loaded.spec.train_counts) / len(rows), batch["features"])
+    losses = []
+    for head_epochs in (0, 10):
+        params = replace(trained.params, train=replace(trained.params.train, head_epochs=head_epochs))
+        before = {name: value.clone() for name, value in network.state_dict().items()}
+        _warm_up(params, network, loaded.spec, examples)
+        changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
+        trainable = {name for name, _ in network.named_parameters() if not name.startswith("backbone.")}
+        assert changed == (trainable if head_epochs else set())
+        with torch.inference_mode():
+            loss = LengthLoss(loaded.spec.edges_tokens, 200, 0.0, 0.0, 0.0)
+            losses.append(loss(network.eval()(**batch), batch["labels"]).item())
+    assert losses[1] < 0.8 * losses[0]
 
 
 # What is learnt
@@ -194,9 +234,7 @@ def fitted_accuracy(params: Params, scratch: Path) -> float:
     return float(np.mean((forecast >= 6) == [row.output_tokens >= 300 for row in rows]))
 
 
-def test_lengths_of_earlier_replies_are_learnt_from_the_features_alone(
-    make_tiny_params: Any, tmp_path: Path
-) -> None:
+def test_lengths_of_earlier_replies_are_learnt_from_the_features_alone(make_tiny_params: Any, tmp_path: Path) -> None:
     accuracy = fitted_accuracy(make_tiny_params(epochs=5.0, head_learning_rate=1e-2), tmp_path)
     assert accuracy > 0.95
     (tmp_path / "blind").mkdir()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from serving_plugin.predictor.bootstrap import Interval, bootstrap, paired_gain
+from serving_plugin.predictor.evaluation.bootstrap import Interval, bootstrap, paired_gain
 
 
 def test_interval_of_a_known_difference_covers_it() -> None:

@@ -193,7 +193,7 @@ def test_kaplan_meier_by_hand() -> None:
     pits, censored = np.array([0.2, 0.4, 0.6, 0.8]), np.array([False, True, False, True])
     knots = conformal_knots(pits, censored)
     shares = [0.25 * 4 / 5, 0.625 * 4 / 5]  # times n / (n + 1)
-    expected = np.where(GRID <= shares[0] + 1e-9, 0.2, np.where(GRID <= shares[1] + 1e-9, 0.6, 1.0))
+    expected = np.select([shares[0] >= GRID - 1e-9, shares[1] >= GRID - 1e-9], [0.2, 0.6], 1.0)
     expected[0] = 0.0
     np.testing.assert_allclose(knots, expected, atol=1e-8)
 

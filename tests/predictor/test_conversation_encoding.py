@@ -1,4 +1,4 @@
-"""From a conversation to ids: three parts and their budgets, special tokens, padding; the same in training and serving."""
+"""From a conversation to ids: parts and budgets, special tokens, padding; the same in training and serving."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ CHAT = chat("a b c", "d e f g h", "h", "b c d e f", "g h a b c d e f g h a b")
 @pytest.mark.parametrize(
     ("encoder", "ids"),
     [
-        # 16 - 2 for the frame, 2 + 1 for the opening, 3 + 1 for the reply: 7 are left, round(3.5) = 4 of them for the head
+        # 16 less 2 of the frame, 2 + 1 of the opening, 3 + 1 of the reply: 7 are left, round(3.5) = 4 for the head
         (bert_like(), (CLS, A, B, SEP, D, E, F, SEP, G, H, A, B, H, A, B, SEP)),
         # 16 - 1, 3, 4: 8 are left
         (opt_like(), (END, A, B, END, D, E, F, END, G, H, A, B, G, H, A, B)),
@@ -313,7 +313,8 @@ def test_file_round_trip_encodes_alike(tmp_path: Path) -> None:
     ],
 )
 def test_no_room_for_the_question_is_refused(rule: InputRule, left: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"input\.max_tokens {rule.max_tokens} leaves {left} tokens") as caught:
+    message = rf"input\.max_tokens {rule.max_tokens} leaves {left} tokens"
+    with pytest.raises(ConfigurationError, match=message) as caught:
         bert_like(rule)
     assert "\n" not in str(caught.value)
     bert_like(replace(rule, max_tokens=rule.max_tokens + 1 - left))  # one token is enough

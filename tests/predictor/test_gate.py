@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.bootstrap import Interval
+from serving_plugin.predictor.evaluation.bootstrap import Interval
 from serving_plugin.predictor.gate import (
     ChampionComparison,
     NotCompared,

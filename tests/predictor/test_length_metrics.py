@@ -12,13 +12,13 @@ from scipy.stats import kendalltau
 from sklearn.metrics import f1_score, roc_auc_score
 
 from serving_plugin.core.forecast import LengthForecast
-from serving_plugin.predictor import resampled
-from serving_plugin.predictor.bootstrap import bootstrap, paired_gain
 from serving_plugin.predictor.calibration import identity
-from serving_plugin.predictor.ceiling import resample_oracle
 from serving_plugin.predictor.conversation import FEATURE_NAMES, Message
 from serving_plugin.predictor.encoding import InputRule
-from serving_plugin.predictor.metrics import (
+from serving_plugin.predictor.evaluation import resampled
+from serving_plugin.predictor.evaluation.bootstrap import bootstrap, paired_gain
+from serving_plugin.predictor.evaluation.ceiling import resample_oracle
+from serving_plugin.predictor.evaluation.metrics import (
     BucketAccuracy,
     HeavyDecodeAuroc,
     KendallTau,
@@ -27,9 +27,9 @@ from serving_plugin.predictor.metrics import (
     regroup,
     score_split,
 )
-from serving_plugin.predictor.resampled import Resamples
+from serving_plugin.predictor.evaluation.resampled import Resamples
+from serving_plugin.predictor.evaluation.scores import Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.rows import LabelledRow
-from serving_plugin.predictor.scores import Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.spec import PredictorSpec
 
 EDGES = (0, 100, 200, 300, 400)

@@ -19,7 +19,6 @@ from serving_plugin.predictor.calibration import NUM_KNOTS, Recalibration
 from serving_plugin.predictor.conversation import Message
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import resolve_model, resolve_model_in_child
-from serving_plugin.predictor.rows import read_rows
 from serving_plugin.predictor.spec import PredictorSpec
 from serving_plugin.predictor.target import same_target
 
@@ -87,7 +86,8 @@ def test_forecasts_come_in_the_order_of_the_conversations(float_export: str) -> 
 
 def test_a_prompt_is_a_first_message(float_export: str) -> None:
     predictor = LengthPredictor.load(float_export)
-    assert predictor.predict_texts(["essay about rivers"]) == predictor.predict([(Message("user", "essay about rivers"),)])
+    text = "essay about rivers"
+    assert predictor.predict_texts([text]) == predictor.predict([(Message("user", text),)])
 
 
 def test_no_prompts_no_forecasts(trained: Any) -> None:
@@ -124,11 +124,11 @@ def test_each_conversation_is_calibrated_as_its_group(float_export: str, tmp_pat
     conversations = [(short,), (long,), (*before, short), (*before, long)]
     calibrated, raw = LengthPredictor.load(str(folder)), LengthPredictor.load(str(plain_folder))
     assert [raw.encode(one).num_tokens >= 4 for one in conversations] == [False, True, False, True]
-    found, base = ([one.mean_tokens() for one in p.predict(conversations)] for p in (calibrated, raw))
-    assert found[0] == pytest.approx(base[0], abs=0.01)
-    assert found[1] > base[1] + 20
-    assert found[2] < base[2] - 20
-    assert found[3] == pytest.approx(base[3], abs=0.01)
+    found, base = (p.probabilities([p.encode(one) for one in conversations]) for p in (calibrated, raw))
+    expected = calibrated.spec.calibration.apply(base, np.arange(4))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert [np.abs(a - b).max() > 0.02 for a, b in zip(found, base, strict=True)] == [False, True, True, False]
+    assert found[1, 0] < base[1, 0] and found[2, 0] > base[2, 0]
 
 
 def test_other_target_is_refused(trained: Any) -> None:

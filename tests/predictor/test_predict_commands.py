@@ -39,11 +39,42 @@ def test_file_of_prompts_as_json_lines(trained: Any, tmp_path: Path) -> None:
     assert brief["median_tokens"] <= brief["p90_tokens"] < essay["median_tokens"]
 
 
+def test_a_conversation_is_one_forecast_of_its_next_reply(trained: Any, tmp_path: Path) -> None:
+    from serving_plugin.predictor.conversation import messages_of
+    from serving_plugin.predictor.model import LengthPredictor
+
+    messages = [
+        {"role": "user", "content": "sum about clocks"}, {"role": "assistant", "content": "four " * 50},
+        {"role": "user", "content": "essay about rivers"},
+    ]  # fmt: skip
+    path = tmp_path / "chat.json"
+    (expected,) = LengthPredictor.load(str(trained.export)).predict([messages_of(messages)])
+    for content in (messages, {"model": "m", "messages": messages}):
+        path.write_text(json.dumps(content))
+        result = invoke("predict", "--conversation", str(path), "--model", str(trained.export), "--json")
+        assert result.exit_code == 0, result.output
+        (line,) = (json.loads(one) for one in result.output.splitlines())
+        assert line["prompt"] == "essay about rivers"
+        assert (line["median_tokens"], line["p90_tokens"]) == (expected.quantile(0.5), expected.quantile(0.9))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "5", '{"text": "hello"}', '["hello"]'])
+def test_a_file_that_is_no_conversation_is_one_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(content)
+    result = invoke("predict", "--conversation", str(path))
+    assert isinstance(result.exception, ConfigurationError)
+    assert "chat.json" in str(result.exception) and "\n" not in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give one prompt"),
-        (("text", "--file", "x.txt"), "not both"),
+        ((), "give one of"),
+        (("text", "--file", "x.txt"), "give one of"),
+        (("text", "--conversation", "x.json"), "give one of"),
+        (("--file", "x.txt", "--conversation", "x.json"), "give one of"),
+        (("--conversation", "/no/such/chat.json"), "is no conversation"),
         (("--file", "/no/such/prompts.txt"), "cannot be read"),
         (("  ",), "no prompt"),
         (("text", "--model", "/no/such/model"), "does not exist"),

@@ -286,7 +286,7 @@ def test_what_is_queued_runs_together() -> None:
         replies = [json.loads(dealer.recv()) for _ in range(8) if dealer.poll(10_000)]
         stop.set()
         thread.join(10)
-    assert [reply["id"] for reply in replies] == list("01362475")
+    assert [reply["id"] for reply in replies] == list("01362745")
     assert [reply["num_input_tokens"] for reply in replies] == [5, 5, 5, 5, 40, 41, 6, 600]
     assert predictor.batches == [[5, 5, 5, 5], [40, 41, 6], [600]]
 

@@ -16,15 +16,15 @@ from typer.testing import CliRunner, Result
 
 from serving_plugin.cli import predict
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor import plots, summary, tables
 from serving_plugin.predictor.calibration import identity
-from serving_plugin.predictor.ceiling import resample_oracle
 from serving_plugin.predictor.conversation import FEATURE_NAMES, Message
 from serving_plugin.predictor.encoding import InputRule
-from serving_plugin.predictor.metrics import score_split
-from serving_plugin.predictor.report import Evaluated, render_html, write_report
+from serving_plugin.predictor.evaluation import plots, summary, tables
+from serving_plugin.predictor.evaluation.ceiling import resample_oracle
+from serving_plugin.predictor.evaluation.metrics import score_split
+from serving_plugin.predictor.evaluation.report import Evaluated, render_html, write_report
+from serving_plugin.predictor.evaluation.scores import Forecasts, Truth
 from serving_plugin.predictor.rows import LabelledRow
-from serving_plugin.predictor.scores import Forecasts, Truth
 from serving_plugin.predictor.spec import PredictorSpec
 
 EDGES = (0, 100, 200, 300, 400)

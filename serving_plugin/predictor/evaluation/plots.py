@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from serving_plugin.predictor.scores import Array
-from serving_plugin.predictor.tables import CoveragePoint, ReliabilityBin
+from serving_plugin.predictor.evaluation.scores import Array
+from serving_plugin.predictor.evaluation.tables import CoveragePoint, ReliabilityBin
 
 _INK, _GRID = "#010203", "#d1d5da"  # replaced in SVG, so that the page's light and dark colours apply
 _OURS = "#0d9488"

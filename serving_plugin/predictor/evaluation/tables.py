@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving_plugin.predictor import resampled
-from serving_plugin.predictor.bootstrap import Interval
-from serving_plugin.predictor.resampled import NUM_BINS, Resamples
+from serving_plugin.predictor.evaluation import resampled
+from serving_plugin.predictor.evaluation.bootstrap import Interval
+from serving_plugin.predictor.evaluation.resampled import NUM_BINS, Resamples
+from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.rows import LabelledRow
-from serving_plugin.predictor.scores import Array, Forecasts, Truth, bucket_of, row_scores
 
 COVERAGE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _PROMPT_CHARS = (50, 150, 500, 2000)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor import plots, summary, tables
+from serving_plugin.predictor.evaluation import plots, summary, tables
+from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth
+from serving_plugin.predictor.evaluation.summary import Column, Table
+from serving_plugin.predictor.evaluation.tables import GroupErrors
 from serving_plugin.predictor.rows import LabelledRow
-from serving_plugin.predictor.scores import Array, Forecasts, Truth
 from serving_plugin.predictor.spec import PredictorSpec
-from serving_plugin.predictor.summary import Column, Table
-from serving_plugin.predictor.tables import GroupErrors
 
 _MAX_CURVES = 4  # more lines than this in one plot cannot be told apart
 
@@ -218,7 +218,7 @@ def _curve_baselines(evaluated: Evaluated) -> dict[str, Array]:
 
 
 def _groups_html(evaluated: Evaluated, forecasts: Forecasts, truth: Truth) -> str:
-    from serving_plugin.predictor.metrics import modal_bucket
+    from serving_plugin.predictor.evaluation.metrics import modal_bucket
 
     spec, width = evaluated.spec, evaluated.spec.granularity_tokens
     parts = []

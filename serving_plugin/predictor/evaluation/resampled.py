@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from serving_plugin.predictor.bootstrap import PERCENTILES, Interval
-from serving_plugin.predictor.scores import Array, FloatArray
+from serving_plugin.predictor.evaluation.bootstrap import PERCENTILES, Interval
+from serving_plugin.predictor.evaluation.scores import Array, FloatArray
 
 TAU_RESAMPLES = 200  # rank correlation needs every pair of rows: fewer draws keep it to seconds
 _BLOCK = 256

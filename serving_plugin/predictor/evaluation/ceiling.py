@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from serving_plugin.predictor.bootstrap import bootstrap
-from serving_plugin.predictor.metrics import (
+from serving_plugin.predictor.evaluation.bootstrap import bootstrap
+from serving_plugin.predictor.evaluation.metrics import (
     GRANULARITIES_TOKENS,
     BucketAccuracy,
     KendallTau,
     MeanAbsoluteErrorTokens,
     finite,
 )
+from serving_plugin.predictor.evaluation.scores import Array, Truth
 from serving_plugin.predictor.rows import LabelledRow
-from serving_plugin.predictor.scores import Array, Truth
 
 
 def resample_oracle(

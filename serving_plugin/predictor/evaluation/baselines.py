@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.scores import Array
+from serving_plugin.predictor.evaluation.scores import Array
 
 DEFAULT_PREDICTIONS = Path("models/predictor/baselines/predictions.npz")
 _IDS, _EDGES = "ids", "edges_tokens"

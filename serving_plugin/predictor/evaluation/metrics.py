@@ -20,11 +20,11 @@ import evaluate
 import numpy as np
 
 from serving_plugin.core.forecast import HEAVY_DECODE_OVER_TOKENS
-from serving_plugin.predictor import resampled
-from serving_plugin.predictor.bootstrap import Interval
-from serving_plugin.predictor.resampled import Resamples
+from serving_plugin.predictor.evaluation import resampled
+from serving_plugin.predictor.evaluation.bootstrap import Interval
+from serving_plugin.predictor.evaluation.resampled import Resamples
+from serving_plugin.predictor.evaluation.scores import Array, FloatArray, Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.rows import LabelledRow
-from serving_plugin.predictor.scores import Array, FloatArray, Forecasts, Truth, bucket_of, row_scores
 from serving_plugin.predictor.spec import PredictorSpec
 
 GRANULARITIES_TOKENS = (100, 200, 400)
