@@ -1,7 +1,9 @@
 """Stage calibrate: make the checkpoint's probabilities mean what they say, on the calibration split.
 
-A temperature first, then distributional conformal calibration by group (`serving_plugin.predictor.calibration`).
-Writes `models/predictor/calibration.json`, which evaluation and export read.
+A temperature first, then distributional conformal calibration by group (`serving_plugin.predictor.calibration`). A
+predictor of recorded replies is calibrated a second time on the target's own replies to the same split, if there are
+enough of them: how likely each length is differs between models, and serving meets the target's. Writes
+`models/predictor/calibration.json`, which evaluation and export read.
 
     python -m pipeline.calibrate
 """
@@ -10,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.files import progress, run_stage, write_json
+from pipeline.label import TARGET_CALIBRATION_FILE
 from pipeline.network import LengthNetwork, load_network, predict_logits
 from pipeline.params import CalibrateParams, load_params
 from pipeline.train import CHECKPOINT, LABELLED
@@ -25,15 +28,16 @@ from serving_plugin.predictor.calibration import (
     Recalibration,
     fit_recalibration,
     fit_temperature,
-    group_of,
     identity,
     pit_values,
 )
 from serving_plugin.predictor.encoding import ConversationEncoder, EncodedConversation
+from serving_plugin.predictor.model import groups_of
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 from serving_plugin.predictor.spec import TOKENIZER_FILE, PredictorSpec
 
 CALIBRATION = Path("models/predictor/calibration.json")
+MIN_TARGET_ROWS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Checkpoint:
         spec = PredictorSpec.load(folder)
         encoder = ConversationEncoder.from_file(folder / TOKENIZER_FILE, spec.input)
         if calibration is not None:
-            spec = spec.calibrated(read_calibration(calibration))
+            spec = spec.calibrated(*read_calibrations(calibration))
         return cls(load_network(folder, spec.num_buckets), encoder, spec)
 
     def encode(self, rows: Sequence[LabelledRow]) -> list[EncodedConversation]:
@@ -62,38 +66,62 @@ class Checkpoint:
         return [self.encoder.encode(row.messages) for row in rows]
 
     def probabilities(self, rows: Sequence[LabelledRow]) -> np.ndarray:
-        """(rows, fine buckets) calibrated probabilities."""
+        """(rows, fine buckets) probabilities, calibrated for the rows' source; all of one source."""
         encoded = self.encode(rows)
+        calibration = self.spec.calibration_of(rows[0].source)
         logits = predict_logits(self.network, encoded, self.spec.pad_token_id)
-        calibration = self.spec.calibration
         groups = groups_of(encoded, calibration.prompt_edges_tokens)
         return calibration.apply(softmax(logits / calibration.temperature), groups)
 
 
-def read_calibration(path: Path) -> Recalibration:
-    """What the stage wrote.
+def read_calibrations(path: Path) -> tuple[Recalibration, Recalibration | None]:
+    """What the stage wrote: for the training's source, and for the target's own replies if they were enough.
 
     Raises:
         ConfigurationError: the file is missing or not such a file.
     """
     try:
-        return Recalibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        target = content["target"]
+        return (
+            Recalibration.from_json(content["labelled"]),
+            None if target is None else Recalibration.from_json(target),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} cannot be used ({error}); run `dvc repro calibrate`") from None
 
 
-def calibrate(params: CalibrateParams, labelled: Path, checkpoint: Path, out: Path) -> Recalibration:
+def calibrate(
+    params: CalibrateParams, labelled: Path, checkpoint: Path, out: Path
+) -> tuple[Recalibration, Recalibration | None]:
     """Fit on the calibration split; `out` is written whole or not at all."""
-    rows = read_rows(labelled / "calibration.jsonl")
     loaded = Checkpoint.load(checkpoint)
+    own = _fit_on(params, loaded, read_rows(labelled / "calibration.jsonl"))
+    progress(f"calibrate: temperature {own.temperature:.3f}, {own.num_groups} groups")
+    target = None
+    path = labelled / TARGET_CALIBRATION_FILE
+    rows = read_rows(path) if path.is_file() and path.stat().st_size else []
+    if params.target and rows and rows[0].source != loaded.spec.source:
+        if len(rows) < MIN_TARGET_ROWS:
+            progress(f"calibrate: {len(rows)} replies of the target are under {MIN_TARGET_ROWS}: not calibrated for it")
+        else:
+            # few rows: the temperature stays, and there is one group
+            pooled = replace(params, temperature=False, prompt_edges_tokens=())
+            target = replace(_fit_on(pooled, loaded, rows, own.temperature), temperature=own.temperature)
+            progress(f"calibrate: and on {len(rows)} replies of {loaded.spec.target_model}")
+    write_json(out, {"labelled": own.to_json(), "target": None if target is None else target.to_json()})
+    return own, target
+
+
+def _fit_on(
+    params: CalibrateParams, loaded: Checkpoint, rows: Sequence[LabelledRow], temperature: float = 1.0
+) -> Recalibration:
+    """`fit` on labelled rows; `temperature` holds when none is to be fitted."""
     encoded = loaded.encode(rows)
-    logits = predict_logits(loaded.network, encoded, loaded.spec.pad_token_id)
+    logits = predict_logits(loaded.network, encoded, loaded.spec.pad_token_id) / temperature
     lengths = np.asarray([row.output_tokens for row in rows])
     censored = np.asarray([row.censored for row in rows])
-    fitted = fit(params, loaded.spec.edges_tokens, logits, lengths, censored, encoded)
-    write_json(out, fitted.to_json())
-    progress(f"calibrate: {len(rows)} rows, temperature {fitted.temperature:.3f}, {fitted.num_groups} groups")
-    return fitted
+    return fit(params, loaded.spec.edges_tokens, logits, lengths, censored, encoded)
 
 
 def fit(
@@ -117,15 +145,6 @@ def fit(
     unknown = censored & (lengths_tokens < edges[-2])
     groups = groups_of(encoded, params.prompt_edges_tokens)
     return fit_recalibration(temperature, params.prompt_edges_tokens, pits, unknown, groups)
-
-
-def groups_of(encoded: Sequence[EncodedConversation], prompt_edges_tokens: Sequence[int]) -> np.ndarray:
-    """(rows,) calibration groups of encoded conversations."""
-    return group_of(
-        prompt_edges_tokens,
-        np.asarray([one.num_tokens for one in encoded], dtype=np.int64),
-        np.asarray([one.num_earlier_replies for one in encoded], dtype=np.int64),
-    )
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.calibrate import CALIBRATION, Checkpoint, groups_of, softmax
+from pipeline.calibrate import CALIBRATION, Checkpoint, softmax
 from pipeline.files import progress, run_stage, write_json
 from pipeline.network import predict_logits
 from pipeline.params import ExportParams, load_params
@@ -26,7 +26,7 @@ from pipeline.train import CHECKPOINT, LABELLED
 from serving_plugin.core.errors import TetriError
 from serving_plugin.predictor.conversation import NUM_FEATURES
 from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
-from serving_plugin.predictor.model import open_session, run_session
+from serving_plugin.predictor.model import groups_of, open_session, run_session
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 from serving_plugin.predictor.spec import MODEL_FILE, TOKENIZER_FILE, PredictorSpec

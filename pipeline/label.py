@@ -1,8 +1,9 @@
 """Stage label: conversations with the lengths of their replies in the target's tokens (TetriInfer 3.3.2).
 
 Reads `target.*`, `label.*`, data/prepared and data/generated; writes
-data/labelled/{train,validation,calibration,test}.jsonl in the form of `serving_plugin.predictor.rows`, report.json and
-target_replies.jsonl (the target's own replies, whatever the splits are labelled with). `label.source`:
+data/labelled/{train,validation,calibration,test}.jsonl in the form of `serving_plugin.predictor.rows`, report.json, and
+the target's own replies whatever the splits are labelled with: target_replies.jsonl to conversations of the test split,
+target_calibration.jsonl to those of the calibration split. `label.source`:
 
   generated   the target's own replies, counted by the engine: what will be served
   recorded    the data set's replies, counted by the target's tokenizer: tens of thousands, but of another model
@@ -30,6 +31,7 @@ from serving_plugin.core.errors import ConfigurationError
 
 LABELLED_FOLDER = Path("data/labelled")
 TARGET_REPLIES_FILE = "target_replies.jsonl"
+TARGET_CALIBRATION_FILE = "target_calibration.jsonl"
 _BATCH_TEXTS = 1000
 
 Count = Callable[[Sequence[str]], list[int]]
@@ -163,7 +165,8 @@ def run(
             f"no labelled row in {', '.join(empty)} (dropped: {dict(dropped) or 'none'}): raise "
             f"generate.num_prompts, prepare.max_conversations or generate.max_model_len"
         )
-    target = _write_target_replies(prepared, generated, folder / TARGET_REPLIES_FILE, settings)
+    target = _write_target_replies(prepared, generated, "test", folder / TARGET_REPLIES_FILE, settings)
+    _write_target_replies(prepared, generated, "calibration", folder / TARGET_CALIBRATION_FILE, settings)
     report = {
         "source": settings.source,
         "granularity_tokens": settings.granularity_tokens,
@@ -191,16 +194,13 @@ def _write(path: Path, lines: Iterator[dict[str, Any]], params: LabelParams, dro
     return tally
 
 
-def _write_target_replies(prepared: Path, generated: Path, path: Path, params: LabelParams) -> dict[str, Any]:
-    """Every reply of the target to a conversation of the test split, whatever the splits are labelled with."""
-    dropped = Counter[str]()
-    messages_of = {
-        row["root_id"]: row["messages"]
-        for name in SPLITS
-        for row in read_json_lines(prepared / f"{name}.jsonl", "prepare")
-    }
-    rows = generated_replies(messages_of, _generated_rows(generated, "test"), params.max_length_tokens)
-    return _write(path, rows, params, dropped).describe(params)
+def _write_target_replies(
+    prepared: Path, generated: Path, split: str, path: Path, params: LabelParams
+) -> dict[str, Any]:
+    """Every reply of the target to a conversation of this split, whatever the splits are labelled with."""
+    messages_of = {row["root_id"]: row["messages"] for row in read_json_lines(prepared / f"{split}.jsonl", "prepare")}
+    rows = generated_replies(messages_of, _generated_rows(generated, split), params.max_length_tokens)
+    return _write(path, rows, params, Counter()).describe(params)
 
 
 def _generated_rows(generated: Path, split: str) -> Iterator[dict[str, Any]]:

@@ -176,10 +176,14 @@ class TrainParams:
 
 @dataclass(frozen=True, slots=True)
 class CalibrateParams:
-    """What is fitted on the calibration split. `prompt_edges_tokens` cut the groups that are calibrated apart."""
+    """What is fitted on the calibration split. `prompt_edges_tokens` cut the groups that are calibrated apart.
+
+    `target`: calibrate what serving uses on the target's own replies to that split, if `generate` made enough.
+    """
 
     temperature: bool
     conformal: bool
+    target: bool
     prompt_edges_tokens: tuple[int, ...]
 
 

@@ -105,29 +105,48 @@ class LengthPredictor:
         return [LengthForecast.from_weights(self.spec.edges_tokens, row.tolist()) for row in probabilities]
 
     def conversation_probabilities(self, rows: Sequence[LabelledRow]) -> FloatArray:
-        """(rows, buckets) of labelled rows, calibrated."""
-        return self.probabilities([self.encode(row.messages) for row in rows])
+        """(rows, buckets) of labelled rows, calibrated for the source of each."""
+        encoded = [self.encode(row.messages) for row in rows]
+        return self._calibrated(self._raw(encoded), encoded, [row.source for row in rows])
 
     def probabilities(self, encoded: Sequence[EncodedConversation]) -> FloatArray:
-        """(conversations, buckets), calibrated; batches hold inputs of like length, so that little is padding."""
+        """(conversations, buckets), calibrated for the target's replies."""
+        return self._calibrated(self._raw(encoded), encoded, [None] * len(encoded))
+
+    def _raw(self, encoded: Sequence[EncodedConversation]) -> FloatArray:
+        """(conversations, buckets) of the graph; batches hold inputs of like length, so that little is padding."""
         result = np.empty((len(encoded), self.spec.num_buckets), dtype=np.float32)
         by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids))
         for start in range(0, len(by_length), self._batch_size):
             rows = by_length[start : start + self._batch_size]
             result[rows] = self._run([encoded[i] for i in rows])
-        calibration = self.spec.calibration
-        groups = group_of(
-            calibration.prompt_edges_tokens,
-            np.asarray([one.num_tokens for one in encoded], dtype=np.int64),
-            np.asarray([one.num_earlier_replies for one in encoded], dtype=np.int64),
-        )
-        return calibration.apply(result, groups).astype(np.float32)
+        return result
+
+    def _calibrated(
+        self, raw: FloatArray, encoded: Sequence[EncodedConversation], sources: Sequence[str | None]
+    ) -> FloatArray:
+        result = np.empty_like(raw)
+        for source in set(sources):
+            rows = [i for i, other in enumerate(sources) if other == source]
+            calibration = self.spec.calibration_of(source)
+            groups = groups_of([encoded[i] for i in rows], calibration.prompt_edges_tokens)
+            result[rows] = calibration.apply(raw[rows], groups)
+        return result
 
     def _run(self, encoded: Sequence[EncodedConversation]) -> FloatArray:
         """Probabilities after temperature, which the graph holds."""
         if self._is_quantised:  # one scale for all activations of a run: rows of a batch would change each other
             return np.concatenate([run_session(self._session, [one], self.spec.pad_token_id) for one in encoded])
         return run_session(self._session, encoded, self.spec.pad_token_id)
+
+
+def groups_of(encoded: Sequence[EncodedConversation], prompt_edges_tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """(conversations,) calibration groups."""
+    return group_of(
+        prompt_edges_tokens,
+        np.asarray([one.num_tokens for one in encoded], dtype=np.int64),
+        np.asarray([one.num_earlier_replies for one in encoded], dtype=np.int64),
+    )
 
 
 def run_session(

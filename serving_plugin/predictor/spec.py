@@ -26,6 +26,8 @@ class PredictorSpec:
 
     `edges_tokens` are the fine buckets of the model's head; `granularity_tokens` is the width it is published at.
     `train_counts` are the training split's rows per fine bucket: the modal baseline needs no second file.
+    `calibration` was fitted on held-out replies of the training's `source`; `target_calibration`, if any, on the
+    target's own replies, which are what serving meets.
     """
 
     edges_tokens: tuple[int, ...]
@@ -38,19 +40,32 @@ class PredictorSpec:
     source: str
     train_counts: tuple[int, ...]
     calibration: Recalibration
+    target_calibration: Recalibration | None = None
 
     @property
     def num_buckets(self) -> int:
         """Number of fine buckets, i.e. of the model's outputs."""
         return len(self.edges_tokens) - 1
 
-    def calibrated(self, calibration: Recalibration) -> PredictorSpec:
-        """The same predictor with another calibration."""
-        return replace(self, calibration=calibration)
+    def calibrated(self, calibration: Recalibration, target_calibration: Recalibration | None = None) -> PredictorSpec:
+        """The same predictor with other calibrations."""
+        return replace(self, calibration=calibration, target_calibration=target_calibration)
+
+    def calibration_of(self, source: str | None = None) -> Recalibration:
+        """What holds for replies of `source`; None: for a request to the target."""
+        if source == self.source or self.target_calibration is None:
+            return self.calibration
+        return self.target_calibration
 
     def save(self, folder: Path) -> None:
         """Write `predictor.json` atomically."""
-        content = {"format": FORMAT, **asdict(self), "calibration": self.calibration.to_json()}
+        target = self.target_calibration
+        content = {
+            "format": FORMAT,
+            **asdict(self),
+            "calibration": self.calibration.to_json(),
+            "target_calibration": None if target is None else target.to_json(),
+        }
         write_json(folder / SPEC_FILE, content)
 
     @classmethod
@@ -82,6 +97,8 @@ class PredictorSpec:
                 values[name] = tuple(values[name])
             values["input"] = InputRule(**values["input"])
             values["calibration"] = Recalibration.from_json(values["calibration"])
+            target = values["target_calibration"]
+            values["target_calibration"] = None if target is None else Recalibration.from_json(target)
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{path} cannot be used ({error}); run `dvc repro`") from None
         if values["feature_names"] != FEATURE_NAMES:

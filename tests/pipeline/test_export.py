@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pipeline.export as export_stage
-from pipeline.calibrate import Checkpoint, read_calibration
+from pipeline.calibrate import Checkpoint, read_calibrations
 from pipeline.export import ParityError, check_parity, export, random_inputs, with_probabilities, write_onnx
 from pipeline.params import ExportParams
 from serving_plugin.core.errors import ConfigurationError
@@ -45,7 +45,7 @@ def loaded_model(trained: Any) -> Any:
 def test_folder_holds_a_predictor_and_nothing_else(trained: Any) -> None:
     assert sorted(path.name for path in trained.export.iterdir()) == sorted(MODEL_FOLDER_FILES)
     spec = PredictorSpec.load(trained.export)
-    assert spec == PredictorSpec.load(trained.checkpoint).calibrated(read_calibration(trained.calibration))
+    assert spec == PredictorSpec.load(trained.checkpoint).calibrated(read_calibrations(trained.calibration)[0])
 
 
 def test_metrics_name_parity_latency_and_what_is_served(trained: Any) -> None:
