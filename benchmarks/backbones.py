@@ -35,13 +35,15 @@ class Architecture:
     num_heads: int
     feed_forward: int
     is_bert: bool = False
+    embedding_width: int | None = None
+    norm_first: bool = True
 
 
 ARCHITECTURES = (
-    Architecture("tiny-opt", 2, 64, 4, 256),
+    Architecture("tiny-opt", 2, 128, 2, 256),
     Architecture("MiniLM-L6 (22 M)", 6, 384, 12, 1536, is_bert=True),
     Architecture("OPT-125M", 12, 768, 12, 3072),
-    Architecture("OPT-350M", 24, 1024, 16, 4096),
+    Architecture("OPT-350M", 24, 1024, 16, 4096, embedding_width=512, norm_first=False),
     Architecture("OPT-1.3B", 24, 2048, 32, 8192),
 )
 
@@ -113,7 +115,8 @@ def build(architecture: Architecture) -> Any:
             num_hidden_layers=architecture.num_layers,
             num_attention_heads=architecture.num_heads,
             ffn_dim=architecture.feed_forward,
-            word_embed_proj_dim=architecture.width,
+            word_embed_proj_dim=architecture.embedding_width or architecture.width,
+            do_layer_norm_before=architecture.norm_first,
         )
     with torch.inference_mode():
         backbone = AutoModel.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 Three parts, each with raw times in the result:
   latency      one prompt at a time on one core: tokenise, run, calibrate; beside the target's own prefill of the same
                prompt on the same core, turn and turn about
-  batches      prompts per second of a mixed batch, under several limits on the input ("cutting limit")
+  batches      prompts that wait together, under several cutting limits
   co-running   a prefill instance under load without a predictor, with one in parallel mode and in sequential mode,
                the predictor on a core of its own and on the engine's
 
@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -37,13 +38,16 @@ from serving_plugin.core.types import Role
 from serving_plugin.predictor.conversation import Message
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
+from serving_plugin.predictor.service import QueuedRequest, next_batch
 from serving_plugin.predictor.spec import MODEL_FILE, SPEC_FILE, TOKENIZER_FILE, PredictorSpec
 from serving_plugin.processes import Child, ChildSpec, stop_all, wait_until_ready
 from serving_plugin.wire import LEG_HEADER, REQUEST_ID_HEADER, Leg
 
 LOG_FOLDER = Path("logs/bench/predictor")
 READY_TIMEOUT_S = 600.0
-CUTTING_LIMITS_TOKENS = (128, 256, 512)
+CUTTING_LIMITS_TOKENS = (128, 256)
+WIDE_INPUT_TOKENS = 512
+BATCH_SIZE = 8
 
 
 __all__ = ["deliver", "run"]
@@ -56,9 +60,9 @@ class Extent:
     prompt_tokens: tuple[int, ...] = (16, 128, 512)
     num_prompts: int = 60
     num_batch_prompts: int = 256
-    num_requests: int = 160
+    num_requests: int = 90
     rate_per_s: float = 3.0
-    num_rounds: int = 2
+    num_rounds: int = 5
 
 
 SHORT = Extent(prompt_tokens=(16, 128), num_prompts=5, num_batch_prompts=16, num_requests=8, num_rounds=1)
@@ -109,29 +113,40 @@ class PredictorResult(Record):
                 str(row["prompt_tokens"]), *(f"{x:.1f}" for x in figures), f"{own['p50'] / target['p50']:.1%}"
             )
         yield table
-        table = Table(title="Batches of mixed prompts on one core")
-        for column in ("input limit, tokens", "prompts/s", "longest batch, ms"):
-            table.add_column(column, justify="right")
+        table = Table(title=f"{self.extent['num_batch_prompts']} prompts that wait together, one core")
+        for column in ("predictor", "prompts/s", "half are done after, ms"):
+            table.add_column(column, justify="left" if column == "predictor" else "right")
         for row in self.batches:
-            table.add_row(str(row["limit"]), f"{row['prompts_per_s']:.0f}", f"{max(row['batch_ms']):.0f}")
+            table.add_row(row["case"], f"{row['prompts_per_s']:.0f}", f"{np.percentile(row['done_ms'], 50):.0f}")
         yield table
         table = Table(title="Prefill instance under load, ms from request to prefill's answer")
-        for column in ("predictor", "mean", "p50", "p99", "against none", "forecasts in time"):
+        for column in ("predictor", "mean", "p50", "p99", "mean against none", "requests/s", "forecasts in time"):
             table.add_column(column, justify="left" if column == "predictor" else "right")
-        base = self.mean_ms("none")
         for name in dict.fromkeys(row["setting"] for row in self.co_running):
-            times = [ms for row in self.co_running if row["setting"] == name for ms in row["latency_ms"]]
-            on_time = [x for row in self.co_running if row["setting"] == name for x in row["is_forecast_of_model"]]
+            rows = [row for row in self.co_running if row["setting"] == name]
+            times = [ms for row in rows for ms in row["latency_ms"]]
+            on_time = [is_model for row in rows for is_model in row["is_forecast_of_model"]]
             figures = (float(np.mean(times)), *np.percentile(times, [50, 99]))
-            change = f"{self.mean_ms(name) / base - 1:+.1%}" if base else "-"
+            rate = sum(len(row["latency_ms"]) for row in rows) / sum(row["elapsed_s"] for row in rows)
             share = "-" if name == "none" else f"{np.mean(on_time):.0%}"
-            table.add_row(name, *(f"{x:.1f}" for x in figures), change, share)
+            table.add_row(name, *(f"{x:.1f}" for x in figures), self.change(name), f"{rate:.2f}", share)
         yield table
 
-    def mean_ms(self, setting: str) -> float:
-        """Mean over all rounds of a setting; 0 when it was not run."""
-        times = [ms for row in self.co_running if row["setting"] == setting for ms in row["latency_ms"]]
-        return float(np.mean(times)) if times else 0.0
+    def change(self, setting: str) -> str:
+        """Mean latency against `none`: ratio of means in each round, 95 % bootstrap bounds over the rounds."""
+        means = {(row["setting"], row["round"]): float(np.mean(row["latency_ms"])) for row in self.co_running}
+        ratios = [
+            means[setting, number] / means["none", number]
+            for name, number in means
+            if name == setting and ("none", number) in means
+        ]
+        if setting == "none" or not ratios:
+            return "-"
+        rng = np.random.default_rng(0)
+        draws = rng.choice(ratios, (2000, len(ratios))).mean(axis=1)
+        low, high = np.percentile(draws, [2.5, 97.5])
+        bounds = f" [{low - 1:+.1%}, {high - 1:+.1%}]" if len(ratios) > 1 else ""
+        return f"{np.mean(ratios) - 1:+.1%}{bounds}"
 
 
 def run(model: Path, source: str, is_short: bool) -> PredictorResult:
@@ -166,26 +181,30 @@ def run(model: Path, source: str, is_short: bool) -> PredictorResult:
 
 
 def measure_batches(predictor: LengthPredictor, texts: Sequence[str], scratch: Path) -> list[dict[str, Any]]:
-    """Prompts per second and the time of each batch, under the model's own input rule and under wider ones.
+    """When each of many prompts that wait together has its forecast: the model's own input, and a wide one under
+    several cutting limits.
 
-    A wider input costs what it costs whatever the weights were trained for; its accuracy is not at issue here.
+    A wide input costs what it costs whatever the weights were trained for; its accuracy is not at issue here. The
+    batches are those that the service makes (`service.next_batch`).
     """
     rows = []
+    wide = with_input_limit(predictor, WIDE_INPUT_TOKENS, scratch)
     own = predictor.spec.input.max_tokens
-    positions = max(CUTTING_LIMITS_TOKENS)
-    for limit in (own, *CUTTING_LIMITS_TOKENS):
-        wide = with_input_limit(predictor, limit, scratch)
-        encoded = [wide.encode((Message("user", text),)) for text in texts]
-        wide.probabilities(encoded[:8])
-        times = []
-        for start in range(0, len(encoded), 8):
-            began = time.perf_counter()
-            wide.probabilities(encoded[start : start + 8])
-            times.append((time.perf_counter() - began) * 1000)
-        name = (
-            f"{limit} (its own)" if limit == own else f"{limit} (none: all positions)" if limit == positions else limit
-        )
-        rows.append({"limit": str(name), "prompts_per_s": len(texts) / (sum(times) / 1000), "batch_ms": times})
+    cases = [(f"own input, {own} tokens", predictor, own)]
+    cases += [(f"wide input, cut at {limit}", wide, limit) for limit in CUTTING_LIMITS_TOKENS]
+    cases.append(("wide input, no limit", wide, WIDE_INPUT_TOKENS))
+    for name, model, limit in cases:
+        encoded = [model.encode((Message("user", text),)) for text in texts]
+        model.probabilities(encoded[:8])
+        batch_size = 1 if model.is_quantised else BATCH_SIZE
+        queue = deque(QueuedRequest(b"", str(i), one, 0.0) for i, one in enumerate(encoded))
+        done_ms: list[float] = []
+        began = time.perf_counter()
+        while queue:
+            batch = next_batch(queue, batch_size, limit)
+            model.probabilities([request.encoded for request in batch])
+            done_ms += [(time.perf_counter() - began) * 1000] * len(batch)
+        rows.append({"case": name, "prompts_per_s": len(texts) / (done_ms[-1] / 1000), "done_ms": done_ms})
     return rows
 
 

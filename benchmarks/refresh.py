@@ -3,10 +3,11 @@
 Three forecasts of the same replies, of those longer than t tokens:
   static      the range given before the first token, never changed
   refreshed   the same distribution conditioned on length > t: what serving does, without another model call
-  reading     refreshed, and corrected by a model that also reads the first t tokens: gradient boosted trees on lexical
-              features of that text and the refreshed forecast's quantiles, fitted on the calibration split
+  refitted    gradient boosted trees on the refreshed forecast's quantiles, fitted on the calibration split
+  reading     the same trees with lexical features of the first t tokens as well
 
-If `reading` were much better, a second model call during decoding would be worth its cost.
+What `reading` gains on `refitted` is what the tokens tell. If it were much, a second model call during decoding would
+be worth its cost.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from pipeline.lexical import lexical_table
 from pipeline.prepare import PREPARED_FOLDER
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.predictor.evaluation.bootstrap import paired_gain
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 
 MOMENTS_TOKENS = (0, 16, 32, 64, 128, 256)
 COVERAGE = 0.9
+NUM_RESAMPLES = 1000
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95)
 
 
@@ -67,6 +70,11 @@ class RefreshResult(Record):
                     f"{figures['coverage']:.1%}",
                     f"{figures['over_reserved_tokens']:.0f}",
                     f"{figures['interval_width_tokens']:.0f}",
+                )
+            if "mae_gain_of_reading" in moment:
+                gain = moment["mae_gain_of_reading"]
+                table.add_row(
+                    "", "", "tokens tell, MAE", f"{gain['value']:.1f} [{gain['low']:.1f}, {gain['high']:.1f}]"
                 )
         yield table
 
@@ -114,15 +122,24 @@ def _moment(
     static = _levels([test_forecasts[i] for i in left])
     refreshed = _levels([_given(test_forecasts[i], tokens_out) for i in left])
     forecasts = {"static": _figures(static, lengths), "refreshed": _figures(refreshed, lengths)}
+    moment: dict[str, Any] = {"tokens_out": tokens_out, "num_rows": len(left), "forecasts": forecasts}
+    errors: dict[str, np.ndarray] = {}
     if tokens_out > 0:
         fit_levels = _levels([_given(fit_forecasts[i], tokens_out) for i in left_fit])
         fit_lengths = np.asarray([fit_rows[i].output_tokens for i in left_fit])
-        fit_table = np.hstack(
-            [fit_levels, lexical_table([tokenizer.decode(fit_ids[i][:tokens_out]) for i in left_fit])]
-        )
-        table = np.hstack([refreshed, lexical_table([tokenizer.decode(test_ids[i][:tokens_out]) for i in left])])
-        forecasts["reading"] = _figures(_boosted_levels(fit_table, fit_lengths, table, tokens_out), lengths)
-    return {"tokens_out": tokens_out, "num_rows": len(left), "forecasts": forecasts}
+        fit_words = lexical_table([tokenizer.decode(fit_ids[i][:tokens_out]) for i in left_fit])
+        words = lexical_table([tokenizer.decode(test_ids[i][:tokens_out]) for i in left])
+        for name, fit_table, table in (
+            ("refitted", fit_levels, refreshed),
+            ("reading", np.hstack([fit_levels, fit_words]), np.hstack([refreshed, words])),
+        ):
+            found = _boosted_levels(fit_table, fit_lengths, table, tokens_out)
+            forecasts[name] = _figures(found, lengths)
+            errors[name] = np.abs(found[:, LEVELS.index(0.5)] - lengths)
+        roots = [test_rows[i].root_id for i in left]
+        gain = paired_gain(errors["refitted"], errors["reading"], roots, NUM_RESAMPLES, 0)
+        moment["mae_gain_of_reading"] = gain.to_plain()
+    return moment
 
 
 def _given(forecast: LengthForecast, tokens_out: int) -> LengthForecast:

@@ -7,9 +7,9 @@
   gradient_boosting          the same, and the lengths of the conversation so far that our model gets, too
   plain_cross_entropy        the paper's method: our backbone on the prompt alone, plain cross-entropy
 
-Always naming the modal bucket needs no file: `predictor.metrics` has it from the counts. "Prompt" is the last message.
-Reads data/labelled; writes models/predictor/baselines: predictions.npz (`predictor.baselines`; replies of the test
-split and of the target, each once) and report.json.
+Always naming the modal bucket needs no file: `predictor.evaluation.metrics` has it from the counts. "Prompt" is the
+last message. No baseline is calibrated. Reads data/labelled; writes models/predictor/baselines: predictions.npz
+(`predictor.evaluation.baselines`; replies of the test split and of the target, each once) and report.json.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.lexical import lexical_table
 from pipeline.params import InputParams, Params, load_params
 from pipeline.train import LABELLED, choose_rows, edges_up_to, fine_buckets, fit
+from serving_plugin.predictor.calibration import softmax
 from serving_plugin.predictor.encoding import ConversationEncoder, InputRule
 from serving_plugin.predictor.evaluation.baselines import DEFAULT_PREDICTIONS, write_baselines
 from serving_plugin.predictor.rows import LabelledRow, read_rows
@@ -199,10 +200,7 @@ def plain_cross_entropy(
     with tempfile.TemporaryDirectory(prefix="tetri-plain-") as scratch:
         fitted = fit(plain, train_rows, validation_rows, Path(scratch))
         encoded = [fitted.encoder.encode(row.messages) for row in test_rows]
-        logits = predict_logits(fitted.network, encoded, fitted.spec.pad_token_id).astype(np.float64)
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probabilities: Array = weights / weights.sum(axis=1, keepdims=True)
-    return probabilities
+        return softmax(predict_logits(fitted.network, encoded, fitted.spec.pad_token_id))
 
 
 def run(params: Params, labelled: Path, predictions: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from serving_plugin.predictor.calibration import (
     fit_temperature,
     identity,
     pit_values,
+    softmax,
 )
 from serving_plugin.predictor.encoding import ConversationEncoder, EncodedConversation
 from serving_plugin.predictor.model import groups_of
@@ -101,6 +101,7 @@ def calibrate(
     target = None
     path = labelled / TARGET_CALIBRATION_FILE
     rows = read_rows(path) if path.is_file() and path.stat().st_size else []
+    rows = list({row.id: row for row in rows}.values())  # samples of one reply are no more than one exchangeable row
     if params.target and rows and rows[0].source != loaded.spec.source:
         if len(rows) < MIN_TARGET_ROWS:
             progress(f"calibrate: {len(rows)} replies of the target are under {MIN_TARGET_ROWS}: not calibrated for it")
@@ -145,13 +146,6 @@ def fit(
     unknown = censored & (lengths_tokens < edges[-2])
     groups = groups_of(encoded, params.prompt_edges_tokens)
     return fit_recalibration(temperature, params.prompt_edges_tokens, pits, unknown, groups)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Rows of logits as probabilities, in float64."""
-    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    result: np.ndarray[Any, Any] = shifted / shifted.sum(axis=1, keepdims=True)
-    return result
 
 
 def main() -> None:

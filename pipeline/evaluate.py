@@ -1,4 +1,4 @@
-"""Stage evaluate: the calibrated checkpoint on the test split and on the target's own replies, beside every baseline.
+"""Stage evaluate: the exported model, as served, on the test split and the target's own replies, beside baselines.
 
 Writes `metrics/evaluate.json` and `metrics/headlines.json`, the plots accuracy.csv, confusion.csv, reliability.csv,
 reliability.png, coverage.csv, coverage.png and predicted_lengths.png, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +18,23 @@ from typing import Any
 import numpy as np
 
 from pipeline.baselines import PREDICTIONS as BASELINE_PREDICTIONS
-from pipeline.calibrate import CALIBRATION, Checkpoint
-from pipeline.files import progress, run_stage, write_json, write_text
+from pipeline.export import EXPORT
+from pipeline.files import progress, run_stage, write_bytes, write_json, write_text
 from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.params import Params, load_params
 from pipeline.tracking import load_run_id, tracked_run
-from pipeline.train import CHECKPOINT, LABELLED
+from pipeline.train import CHECKPOINT, LABELLED, MAX_THREADS
 from serving_plugin.predictor.evaluation import plots, summary, tables
 from serving_plugin.predictor.evaluation.baselines import read_baselines, write_arrays
 from serving_plugin.predictor.evaluation.ceiling import resample_oracle
 from serving_plugin.predictor.evaluation.metrics import MARGINAL, score_split
 from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of, row_scores
+from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 from serving_plugin.predictor.spec import PredictorSpec
 
+BATCH_SIZE = 32
 HEADLINES_NAME = "headlines.json"
 # What `dvc metrics show` and `diff` compare; evaluate.json holds everything.
 HEADLINES = (
@@ -54,13 +57,13 @@ class Outputs:
 def evaluate(
     params: Params,
     labelled: Path,
-    checkpoint: Path,
-    calibration: Path,
+    folder: Path,
     baselines: Path | None,
     outputs: Outputs,
+    run_id: str,
     tracking_uri: str,
 ) -> dict[str, Any]:
-    """Score the calibrated checkpoint; returns what `outputs.metrics` holds.
+    """Score the predictor in `folder`; returns what `outputs.metrics` holds.
 
     `baselines` is the file of stage baselines; None compares with the modal bucket and the marginal distribution only.
     On the target's own replies every key begins with `target_`.
@@ -68,10 +71,11 @@ def evaluate(
     Raises:
         ConfigurationError: a file is missing, or the baselines were made for other data.
     """
-    loaded = Checkpoint.load(checkpoint, calibration)
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    loaded = LengthPredictor.load(str(folder), num_threads=num_threads, batch_size=BATCH_SIZE)
     rows = read_rows(labelled / "test.jsonl")
     progress(f"evaluate: {len(rows)} replies of the test split")
-    probabilities = loaded.probabilities(rows)
+    probabilities = loaded.conversation_probabilities(rows)
     rivals = {} if baselines is None else read_baselines(baselines, [row.id for row in rows], loaded.spec.edges_tokens)
     report = score(params, loaded.spec, probabilities, rows, rivals)
     report["source"] = loaded.spec.source
@@ -86,7 +90,7 @@ def evaluate(
     forecasts = truth.forecasts(loaded.spec.edges_tokens, probabilities)
     write_plots(outputs.plots, report, loaded.spec, forecasts, truth, rivals)
     write_arrays(outputs.predictions, row_predictions(report, forecasts, truth))
-    _log(report, load_run_id(checkpoint), tracking_uri)
+    _log(report, run_id, tracking_uri)
     return report
 
 
@@ -126,7 +130,7 @@ def ceiling(params: Params, rows: Sequence[LabelledRow]) -> dict[str, Any] | Non
     )
 
 
-def score_target_replies(params: Params, loaded: Checkpoint, path: Path, baselines: Path | None) -> dict[str, Any]:
+def score_target_replies(params: Params, loaded: LengthPredictor, path: Path, baselines: Path | None) -> dict[str, Any]:
     """The same table on the target's own replies as `target_...`, with their noise ceiling; {} without such rows.
 
     A predictor of recorded replies has never seen one of them. `own_modal` is their own modal bucket, in hindsight.
@@ -137,7 +141,7 @@ def score_target_replies(params: Params, loaded: Checkpoint, path: Path, baselin
     spec = loaded.spec
     progress(f"evaluate: {len(rows)} replies of {spec.target_model}")
     rivals = {} if baselines is None else read_baselines(baselines, [row.id for row in rows], spec.edges_tokens)
-    report = score(params, spec, loaded.probabilities(rows), rows, rivals, own_modal=True)
+    report = score(params, spec, loaded.conversation_probabilities(rows), rows, rivals, own_modal=True)
     oracle = ceiling(params, rows)
     progress_table(report, oracle, spec.granularity_tokens, f"replies of {spec.target_model}")
     if oracle is not None:
@@ -217,7 +221,7 @@ def write_plots(
         "predicted_lengths.png": [plots.draw_lengths(truth.lengths_tokens, forecasts.means())],
     }
     for name, panels in pictures.items():
-        (folder / name).write_bytes(plots.png(*panels))
+        write_bytes(folder / name, plots.png(*panels))
 
 
 def accuracy_table(report: Mapping[str, Any]) -> str:
@@ -257,7 +261,15 @@ def _log(report: Mapping[str, Any], run_id: str, tracking_uri: str) -> None:
 
 def main() -> None:
     """Entry point."""
-    evaluate(load_params(), LABELLED, CHECKPOINT, CALIBRATION, BASELINE_PREDICTIONS, Outputs(), default_tracking_uri())
+    evaluate(
+        load_params(),
+        LABELLED,
+        EXPORT,
+        BASELINE_PREDICTIONS,
+        Outputs(),
+        load_run_id(CHECKPOINT),
+        default_tracking_uri(),
+    )
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.calibrate import CALIBRATION, Checkpoint, softmax
+from pipeline.calibrate import CALIBRATION, Checkpoint
 from pipeline.files import progress, run_stage, write_json
 from pipeline.network import predict_logits
 from pipeline.params import ExportParams, load_params
 from pipeline.tracking import load_run_id, tracked_run
 from pipeline.train import CHECKPOINT, LABELLED
 from serving_plugin.core.errors import TetriError
+from serving_plugin.predictor.calibration import softmax
 from serving_plugin.predictor.conversation import NUM_FEATURES
 from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
 from serving_plugin.predictor.model import groups_of, open_session, run_session
@@ -39,7 +40,6 @@ EXPORT = Path("models/predictor/export")
 METRICS = Path("metrics/export.json")
 PARITY_BATCHES = (1, 2, 7)
 NUM_WARM_UP_RUNS = 3
-COVERAGE = 0.9
 MAX_COMPARED_ROWS = 1000  # of the validation split, for the accuracy that quantisation costs
 
 
@@ -55,8 +55,12 @@ def export(
     out: Path,
     metrics: Path,
     tracking_uri: str,
+    *,
+    coverage: float,
 ) -> dict[str, Any]:
     """Export, check, quantise, measure; `out` is written whole or not at all. Returns what `metrics` holds.
+
+    `coverage` is the quantile whose coverage 8-bit weights must keep.
 
     Raises:
         ParityError: some shape's probabilities differ by more than the tolerance, or its argmax.
@@ -85,7 +89,7 @@ def export(
             small = Path(name) / "int8.onnx"
             quantise(exact, small)
             rows = read_rows(labelled / "validation.jsonl")[:MAX_COMPARED_ROWS]
-            report["int8"] = compare_int8(loaded, open_session(small, num_threads=1), rows, settings)
+            report["int8"] = compare_int8(loaded, open_session(small, num_threads=1), rows, settings, coverage)
             report["int8"]["onnx_bytes"] = small.stat().st_size
             if max(report["int8"][key] for key in ("accuracy_loss", "coverage_change")) <= settings.int8_max_loss:
                 kept, report["served"] = small, "int8"
@@ -154,10 +158,14 @@ def quantise(source: Path, target: Path) -> None:
 
 
 def compare_int8(
-    loaded: Checkpoint, session: onnxruntime.InferenceSession, rows: Sequence[LabelledRow], settings: ExportParams
+    loaded: Checkpoint,
+    session: onnxruntime.InferenceSession,
+    rows: Sequence[LabelledRow],
+    settings: ExportParams,
+    coverage: float,
 ) -> dict[str, Any]:
-    """What 8 bits cost and bring beside the float model: accuracy at the published granularity, coverage of the 90 %
-    quantile (the calibration was fitted on the float model), latency."""
+    """What 8 bits cost and bring beside the float model: accuracy at the published granularity, coverage of the
+    `coverage` quantile (the calibration was fitted on the float model), latency."""
     spec, encoded = loaded.spec, loaded.encode(rows)
     logits = predict_logits(loaded.network, encoded, spec.pad_token_id)
     exact = softmax(logits / spec.calibration.temperature)
@@ -168,7 +176,7 @@ def compare_int8(
     figures: dict[str, float] = {}
     for name, shares in (("float32", exact), ("int8", small)):
         forecasts = Forecasts.from_weights(spec.edges_tokens, spec.calibration.apply(shares, groups))
-        scores = row_scores(forecasts, lengths, (spec.granularity_tokens,), COVERAGE)
+        scores = row_scores(forecasts, lengths, (spec.granularity_tokens,), coverage)
         figures[f"accuracy_{name}"] = float(scores[f"accuracy_{spec.granularity_tokens}"].mean())
         figures[f"coverage_{name}"] = float(scores["coverage"].mean())
     return {
@@ -273,7 +281,9 @@ def _log(report: dict[str, Any], run_id: str, tracking_uri: str) -> None:
 
 def main() -> None:
     """Entry point."""
-    export(load_params().export, CHECKPOINT, CALIBRATION, LABELLED, EXPORT, METRICS, default_tracking_uri())
+    params = load_params()
+    places = (CHECKPOINT, CALIBRATION, LABELLED, EXPORT, METRICS)
+    export(params.export, *places, default_tracking_uri(), coverage=params.evaluate.coverage)
 
 
 if __name__ == "__main__":

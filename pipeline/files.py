@@ -15,11 +15,16 @@ SPLITS = ("train", "validation", "calibration", "test")
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write the whole file or none of it."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write the whole file or none of it (temporary file in the same folder, then rename)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(content)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

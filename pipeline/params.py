@@ -88,13 +88,14 @@ class ShareParams:
 
 @dataclass(frozen=True, slots=True)
 class PrepareParams:
-    """Which conversations are used.
+    """Which conversations are used. `split_seed` deals them out; it is not the training's `seed`.
 
     Conversations with questions whose words (runs of three) have a Jaccard similarity of `near_duplicate_similarity`
     or more stay in one split; questions under `near_duplicate_min_words` words are too common to tell.
     """
 
     source: str
+    split_seed: Annotated[int, Within(0)]
     max_conversations: Annotated[int | None, Within(1)]
     near_duplicate_similarity: Annotated[float, Within(0.3, 1)]
     near_duplicate_min_words: Annotated[int, Within(3)]

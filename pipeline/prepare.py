@@ -1,6 +1,6 @@
 """Stage prepare: whole, clean conversations of ShareGPT, split so that nothing of the test is met in training.
 
-Reads `prepare.*` and `seed`; writes data/prepared/{train,validation,calibration,test}.jsonl, one conversation a line
+Reads `prepare.*`; writes data/prepared/{train,validation,calibration,test}.jsonl, one conversation a line
 with the indices of its usable replies, and report.json, in which every row of the source is either kept or counted
 under the reason why not. The split goes by root conversation, and conversations that share a near-duplicate question
 (MinHash, Broder 1997; datasketch) go together.
@@ -103,7 +103,7 @@ def _near_pairs(questions: Sequence[_Question], similarity: float) -> Iterator[t
         index.insert(str(number), minhash)
 
 
-def prepare(params: PrepareParams, seed: int, folder: Path = PREPARED_FOLDER) -> dict[str, Any]:
+def prepare(params: PrepareParams, folder: Path = PREPARED_FOLDER) -> dict[str, Any]:
     """Run the stage; returns the report.
 
     Raises:
@@ -118,7 +118,7 @@ def prepare(params: PrepareParams, seed: int, folder: Path = PREPARED_FOLDER) ->
         report.dropped["reply_of_a_dropped_row"] += len(chat.replies)
     progress(f"prepare: {len(chats)} conversations; looking for near-duplicate questions")
     leaders = near_duplicate_groups(chats, params)
-    shares = params.shares.as_dict()
+    shares, seed = params.shares.as_dict(), params.split_seed
     splits = [split_of(leader, seed, shares) for leader in leaders]
     for name in SPLITS:
         chosen = (chat for chat, split in zip(chats, splits, strict=True) if split == name)
@@ -135,7 +135,8 @@ def prepare(params: PrepareParams, seed: int, folder: Path = PREPARED_FOLDER) ->
         "num_replies": sum(len(chat.replies) for chat in chats),
         "splits": {name: _describe(chats, splits, name) for name in SPLITS},
         "num_moved_to_the_split_of_a_near_duplicate": sum(
-            split != split_of(chat.root_id, seed, shares) for chat, split in zip(chats, splits, strict=True)
+            split != split_of(chat.root_id, params.split_seed, shares)
+            for chat, split in zip(chats, splits, strict=True)
         ),
     }
     write_json(folder / "report.json", result)
@@ -177,8 +178,7 @@ def _say(result: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """Entry point."""
-    params = load_params()
-    prepare(params.prepare, params.seed)
+    prepare(load_params().prepare)
 
 
 if __name__ == "__main__":

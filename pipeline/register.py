@@ -152,7 +152,17 @@ def compare_with_champion(
         return gate.NotCompared(number, f"it cannot be loaded ({error})")
     if not same_target(champion.spec.target_model, candidate.target_model):
         return gate.NotCompared(
-            number, f"it is for target {champion.spec.target_model!r}, this one for {candidate.target_model!r}"
+            number,
+            f"it is for target {champion.spec.target_model!r}, this one for {candidate.target_model!r}: "
+            "give each target a model of its own (register.name)",
+            holds_office=True,
+        )
+    if champion.spec.split != candidate.split:
+        return gate.NotCompared(
+            number,
+            f"it was trained on other splits ({champion.spec.split or 'unknown'}; here {candidate.split}), "
+            "so that it may know these test rows",
+            holds_office=True,
         )
     return gate.compare(number, scores, score_champion(champion, asked, scores, candidate, Truth.of(rows).cap_tokens))
 

@@ -24,7 +24,7 @@ from pipeline.files import progress, run_stage
 from pipeline.params import Params, TrainParams, load_params
 from pipeline.tracking import save_run_id, tracked_run
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.calibration import identity
+from serving_plugin.predictor.calibration import identity, softmax
 from serving_plugin.predictor.conversation import FEATURE_NAMES
 from serving_plugin.predictor.encoding import ConversationEncoder, InputRule
 from serving_plugin.predictor.registry import default_tracking_uri
@@ -175,9 +175,16 @@ def make_spec(
         feature_names=FEATURE_NAMES,
         pad_token_id=int(config.pad_token_id),
         source=sources.pop() if len(sources) == 1 else "mixed",
+        split=split_name(params),
         train_counts=tuple(counts.tolist()),
         calibration=identity(),
     )
+
+
+def split_name(params: Params) -> str:
+    """How conversations are dealt out, as far as the settings decide it: seed and shares."""
+    shares = ", ".join(f"{name} {share:g}" for name, share in params.prepare.shares.as_dict().items())
+    return f"seed {params.prepare.split_seed}: {shares}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +226,8 @@ def _warm_up(params: Params, network: LengthNetwork, spec: PredictorSpec, exampl
 
     from pipeline.network import to_batch
 
-    settings, chosen = params.train, examples[:MAX_WARM_UP_ROWS]
+    settings = params.train
+    chosen = examples[:: -(-len(examples) // MAX_WARM_UP_ROWS)]  # evenly: rows of a conversation stand together
     if settings.head_epochs == 0:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -345,9 +353,7 @@ def _validation_metrics(spec: PredictorSpec) -> Any:
     middles = (edges[:-1] + edges[1:] - 1) / 2
 
     def compute(prediction: Any) -> dict[str, float]:
-        logits = prediction.predictions.astype(np.float64)
-        shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-        shares /= shares.sum(axis=1, keepdims=True)
+        shares = softmax(prediction.predictions)
         per_bucket = width // spec.edges_tokens[1]
         starts = np.arange(0, shares.shape[1], per_bucket)
         coarse = np.add.reduceat(shares, starts, axis=1)

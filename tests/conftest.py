@@ -102,12 +102,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedPredictor:
     write_labelled_rows(labelled)
     train(params, labelled, checkpoint, store)
     calibrate(params.calibrate, labelled, checkpoint, calibration)
+    exported = export(
+        params.export, checkpoint, calibration, labelled, folder, metrics / "export.json", store, coverage=0.9
+    )
     fit_baselines(params, labelled, baselines)
-    outputs = Outputs(metrics / "evaluate.json", plots, predictions)
-    evaluation = evaluate(params, labelled, checkpoint, calibration, baselines, outputs, store)
-    exported = export(params.export, checkpoint, calibration, labelled, folder, metrics / "export.json", store)
+    outputs, run_id = Outputs(metrics / "evaluate.json", plots, predictions), load_run_id(checkpoint)
+    evaluation = evaluate(params, labelled, folder, baselines, outputs, run_id, store)
     registered = register(
-        params.register, folder, outputs.metrics, load_run_id(checkpoint), metrics / "register.json", store,
+        params.register, folder, outputs.metrics, run_id, metrics / "register.json", store,
         Championship(predictions, labelled / "test.jsonl"),
     )  # fmt: skip
     return TrainedPredictor(

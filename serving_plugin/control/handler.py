@@ -199,7 +199,8 @@ class RequestHandler:
         row.prefill_end_s = time.time()
         prefilled = parse_prefill_answer(raw, prefill_id)
         _record_prefill(row, prefilled)
-        if not job.body.get("ignore_eos"):  # such a length is the client's choice: it says nothing of a forecast
+        # a length that the client forces says nothing of a forecast
+        if not job.body.get("ignore_eos") and not job.body.get("min_tokens"):
             row.summaries = self._forecasts.read(prefilled.summaries, row.id)
         if prefilled.decode_url is None or prefilled.decode_id is None:
             raise NoInstanceError(f"no decode instance takes the request: {prefilled.error or 'none is ready'}")

@@ -127,16 +127,28 @@ def conformal_knots(pits: Array, censored: Array) -> Array:
     """(NUM_KNOTS + 1,) PIT values at evenly spaced levels: rising from 0 to 1.
 
     Level a gets the smallest value whose share (Kaplan-Meier; the plain empirical share when nothing is censored) times
-    n / (n + 1) reaches a: the conformal rank.
+    n / (n + 1) reaches a: the conformal rank. Levels that censored rows leave unidentified (all lengths beyond the
+    limit) rise evenly to 1: there the model keeps its own shape.
     """
     values, shares = _kaplan_meier(pits, censored)
     shares = shares * len(pits) / (len(pits) + 1)
     levels = np.linspace(0.0, 1.0, NUM_KNOTS + 1)[1:-1]
     found = np.searchsorted(shares, levels - 1e-12, side="left")
     inner = np.where(found < len(values), np.append(values, 1.0)[np.minimum(found, len(values))], 1.0)
+    if censored.any():
+        last_value, last_share = (values[-1], shares[-1]) if len(values) else (0.0, 0.0)
+        unknown = found >= len(values)
+        inner[unknown] = last_value + (1.0 - last_value) * (levels[unknown] - last_share) / (1.0 - last_share)
     # strictly rising, so that the map can be read both ways
     rising = np.maximum.accumulate(np.concatenate([[0.0], inner, [1.0]]) + np.linspace(0.0, 1e-9, NUM_KNOTS + 1))
     result: Array = rising / rising[-1]
+    return result
+
+
+def softmax(logits: Array) -> Array:
+    """Rows of logits as probabilities, in float64."""
+    shifted = np.exp(np.asarray(logits, dtype=np.float64) - np.max(logits, axis=1, keepdims=True))
+    result: Array = shifted / shifted.sum(axis=1, keepdims=True)
     return result
 
 

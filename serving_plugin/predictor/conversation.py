@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+INSTRUCTION_ROLES = ("system", "developer")
+MAX_MESSAGES = 256
+
 _WORD = re.compile(r"\w+")
 _COMPARED_CHARS = 2000  # the beginning decides whether two questions are fillings of one template
 _SIMILARITY_SHARPNESS = 8.0
@@ -74,8 +77,30 @@ def _message_of(raw: Any) -> Message:
         raise TypeError(f"a message is a {type(raw).__name__}, not an object")
     content = raw.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+        content = "\n".join(_part_text(part) for part in content)
     return Message(str(raw.get("role", "user")), content if isinstance(content, str) else "")
+
+
+def _part_text(part: Any) -> str:
+    """Text of one part of a message's content; a picture or sound has none."""
+    if isinstance(part, Mapping):
+        part = part.get("text")
+    return part if isinstance(part, str) else ""
+
+
+def heard_by_predictor(messages: Sequence[Message]) -> list[Message]:
+    """The messages that a forecast is made from: what the users and the assistant said, and what tools returned.
+
+    Left out: instructions (system, developer), of which the training conversations have none, so that a model could
+    only misread them (as a question, an opening), and the assistant's empty messages (tool calls), which are no reply.
+    Of a very long conversation the first and the last `MAX_MESSAGES` - 1 are read.
+    """
+    heard = [
+        message
+        for message in messages
+        if message.role not in INSTRUCTION_ROLES and not (message.role == "assistant" and not message.content)
+    ]
+    return heard if len(heard) <= MAX_MESSAGES else [heard[0], *heard[len(heard) - MAX_MESSAGES + 1 :]]
 
 
 def words_of(text: str) -> frozenset[str]:

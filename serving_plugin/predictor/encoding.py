@@ -5,7 +5,8 @@ Ids, in the order of the conversation, with the tokenizer's separator between th
     [opening: head of the first message] [reply: tail of the last reply] [question: head and tail of the last message]
 
 A part that does not exist takes no room; what the first two leave belongs to the question, so a single prompt keeps its
-first and last tokens. The chat template's own text is left out: it is the same in every request and tells nothing.
+first and last tokens. The chat template's own text is left out: it is the same in every request and tells nothing; so
+are instructions (`conversation.heard_by_predictor`).
 Lengths of the whole conversation go beside the ids as numbers (`conversation.features_of`). Must not import torch or
 transformers.
 """
@@ -23,10 +24,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.conversation import Measured, Message, features_of, words_of
+from serving_plugin.predictor.conversation import Measured, Message, features_of, heard_by_predictor, words_of
 
 _WHOLE_CHARS = 16_384  # a longer message is tokenised at both ends only and its length estimated from them
-_REMEMBERED_MESSAGES = 1024  # a chat's earlier messages come again with every turn
+_REMEMBERED_MESSAGES = 4096  # a chat's earlier messages come again with every turn; about 5 kB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class ConversationEncoder:
 
     def encode(self, messages: Sequence[Message]) -> EncodedConversation:
         """Encode the conversation so far; its last message is the one that will be answered."""
+        messages = heard_by_predictor(messages)
         seen = [self._seen(message.content) for message in messages]
         measured = [
             Measured(message.role, one.num_tokens, one.num_bytes, one.words)
@@ -145,7 +147,8 @@ class ConversationEncoder:
         ids = [*self._prefix]
         for number, part in enumerate(parts):
             ids += [*self._separator, *part] if number else part
-        return (*ids, *self._suffix)
+        # a tokenizer without special tokens leaves nothing of an empty message, and no model runs on nothing
+        return (*ids, *self._suffix) or tuple(self._ids(".")[:1])
 
     def _seen(self, text: str) -> _Tokenised:
         """`_tokenise`, with a memory of the last messages."""

@@ -5,7 +5,8 @@ The rule, at the granularity that the candidate is published at:
 1. its accuracy beats naming the modal bucket and drawing on the marginal distribution for certain (the 95 % interval of
    the gain lies above zero), and it is not certainly worse than any other baseline;
 2. with a champion of the same target, scored on the same rows: it is not certainly worse in accuracy or CRPS, and
-   better in at least one of the two by its point value.
+   better in at least one of the two by its point value. A champion of another target or split stays in office, since
+   nobody can tell; one that cannot be loaded does not.
 
 Must not import MLflow, onnxruntime or a metrics library: numpy only.
 """
@@ -83,10 +84,14 @@ class ChampionComparison:
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """A champion that says nothing about this candidate: of another target, or not loadable."""
+    """A champion that says nothing about this candidate: of another target or split, or not loadable.
+
+    `holds_office`: it serves all the same, so that only a person may replace it (`tetri models promote`).
+    """
 
     version: str
     reason: str
+    holds_office: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -136,9 +141,10 @@ def decide(
     """
     accuracy = accuracy_of(candidate, granularity_tokens)
     failures = _against_baselines(accuracy, granularity_tokens, baseline_gains(candidate, granularity_tokens))
-    notes = []
+    notes: list[str] = []
     if isinstance(champion, NotCompared):
-        notes.append(f"not compared with champion version {champion.version}: {champion.reason}")
+        note = f"not compared with champion version {champion.version}: {champion.reason}"
+        (failures if champion.holds_office else notes).append(note)
     elif champion is not None:
         failures += _against_champion(granularity_tokens, champion)
     if failures and allow_worse:

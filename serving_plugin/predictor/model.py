@@ -41,7 +41,9 @@ class LengthPredictor:
         batch_size: int = 8,
     ) -> None:
         self._session, self._encoder, self._batch_size = session, encoder, batch_size
-        self._is_quantised = session.get_modelmeta().producer_name == "onnx.quantize"
+        # Quantised graphs have one scale for all activations of a run: rows of a batch would change each other, so
+        # they run one by one.
+        self.is_quantised = session.get_modelmeta().producer_name == "onnx.quantize"
         self.spec, self.resolved = spec, resolved
 
     @classmethod
@@ -135,7 +137,7 @@ class LengthPredictor:
 
     def _run(self, encoded: Sequence[EncodedConversation]) -> FloatArray:
         """Probabilities after temperature, which the graph holds."""
-        if self._is_quantised:  # one scale for all activations of a run: rows of a batch would change each other
+        if self.is_quantised:
             return np.concatenate([run_session(self._session, [one], self.spec.pad_token_id) for one in encoded])
         return run_session(self._session, encoded, self.spec.pad_token_id)
 

@@ -34,7 +34,9 @@ from serving_plugin.predictor.registry import DEFAULT_MODEL_URI, resolve_model_i
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CUTTING_LIMIT_TOKENS = 512  # of the model's input, which the predictor's own rule cuts as well
+# Of the model's input. The predictor's own rule (`encoding.InputRule`) usually cuts it far below, and then nothing is
+# over the limit; it counts for models with a wide input.
+DEFAULT_CUTTING_LIMIT_TOKENS = 512
 MAX_QUEUED_REQUESTS = 4096
 POLL_MS = 500
 _MAX_IPC_PATH_BYTES = 107  # sun_path of a unix socket
@@ -217,7 +219,9 @@ def serve(arguments: argparse.Namespace, parent_pid: int) -> None:
             raise ConfigurationError(
                 f"--endpoint {arguments.endpoint} cannot be bound ({error}); does its folder exist?"
             ) from None
-        service = PredictorService(predictor, socket, arguments.batch_size, arguments.cutting_limit_tokens)
+        # what runs one by one gains nothing from a batch, and would be answered only when all of it is done
+        batch_size = 1 if predictor.is_quantised else arguments.batch_size
+        service = PredictorService(predictor, socket, batch_size, arguments.cutting_limit_tokens)
         logger.info("length predictor answers on %s", arguments.endpoint)
         # a change of parent, not PR_SET_PDEATHSIG alone: that fires when the *thread* that started us ends
         service.run(should_stop=lambda: os.getppid() != parent_pid)

@@ -26,6 +26,7 @@ class PredictorSpec:
 
     `edges_tokens` are the fine buckets of the model's head; `granularity_tokens` is the width it is published at.
     `train_counts` are the training split's rows per fine bucket: the modal baseline needs no second file.
+    `split` names how conversations were dealt out: models of another split may have been trained on one's test rows.
     `calibration` was fitted on held-out replies of the training's `source`; `target_calibration`, if any, on the
     target's own replies, which are what serving meets.
     """
@@ -41,6 +42,7 @@ class PredictorSpec:
     train_counts: tuple[int, ...]
     calibration: Recalibration
     target_calibration: Recalibration | None = None
+    split: str = ""
 
     @property
     def num_buckets(self) -> int:
@@ -88,6 +90,7 @@ class PredictorSpec:
             raise ConfigurationError(
                 f"{path} has format {content.get('format')!r}, this version reads {FORMAT}; run `dvc repro`"
             )
+        content = {"target_calibration": None, "split": "", **content}
         missing = sorted(field.name for field in fields(cls) if field.name not in content)
         if missing:
             raise ConfigurationError(f"{path} lacks {', '.join(missing)}; run `dvc repro`")

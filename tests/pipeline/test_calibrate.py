@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.calibrate import MIN_TARGET_ROWS, Checkpoint, calibrate, fit, read_calibrations, softmax
+from pipeline.calibrate import MIN_TARGET_ROWS, Checkpoint, calibrate, fit, read_calibrations
 from pipeline.network import predict_logits
 from pipeline.params import CalibrateParams
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.calibration import fit_temperature, identity, pit_values
+from serving_plugin.predictor.calibration import fit_temperature, identity, pit_values, softmax
 from serving_plugin.predictor.encoding import EncodedConversation
 from serving_plugin.predictor.evaluation.scores import Forecasts
 from serving_plugin.predictor.model import groups_of

@@ -18,7 +18,7 @@ from pipeline.params import load_profile, use_profile
 
 ROOT = Path(__file__).parents[2]
 STAGES = (
-    "target", "prepare", "generate", "label", "train", "calibrate", "baselines", "evaluate", "export", "register",
+    "target", "prepare", "generate", "label", "train", "calibrate", "export", "baselines", "evaluate", "register",
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.calibrate import Checkpoint
 from pipeline.evaluate import Outputs, evaluate, score_target_replies
+from pipeline.tracking import load_run_id
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.evaluation.metrics import score_split
 from serving_plugin.predictor.model import LengthPredictor
@@ -108,7 +108,7 @@ def test_target_replies_are_scored_beside_their_ceiling(trained: Any, tmp_path: 
     ]
     path = tmp_path / "target_replies.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    loaded = Checkpoint.load(trained.checkpoint, trained.calibration)
+    loaded = LengthPredictor.load(str(trained.export))
     report = score_target_replies(trained.params, loaded, path, trained.baselines)
     assert (report["target_num_rows"], report["target_num_censored"], report["target_cap_tokens"]) == (5, 1, 500)
     assert {"modal", "own_modal", "gradient_boosting"} < set(report["target_baselines"])
@@ -123,7 +123,7 @@ def test_baselines_of_other_data_stop_the_stage(trained: Any, tmp_path: Path) ->
     outputs = Outputs(tmp_path / "evaluate.json", tmp_path / "plots", tmp_path / "predictions.npz")
     with pytest.raises(ConfigurationError, match="run `dvc repro baselines`"):
         evaluate(
-            params, trained.labelled, trained.checkpoint, trained.calibration, tmp_path / "none.npz", outputs,
+            params, trained.labelled, trained.export, tmp_path / "none.npz", outputs, load_run_id(trained.checkpoint),
             trained.tracking_uri,
         )  # fmt: skip
 

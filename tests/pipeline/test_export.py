@@ -33,7 +33,7 @@ def run_export(trained: Any, root: Path, **settings: Any) -> dict[str, Any]:
     """The stage with its outputs in `root`."""
     return export(
         replace(trained.params.export, **settings), trained.checkpoint, trained.calibration, trained.labelled,
-        root / "export", root / "export.json", f"sqlite:///{root}/mlruns/mlflow.db",
+        root / "export", root / "export.json", f"sqlite:///{root}/mlruns/mlflow.db", coverage=0.9,
     )  # fmt: skip
 
 
@@ -226,6 +226,6 @@ def test_without_a_checkpoint_or_calibration_nothing_is_written(trained: Any, tm
         with pytest.raises(ConfigurationError, match=stage):
             export(
                 settings, checkpoint, calibration, trained.labelled, tmp_path / "out", tmp_path / "m.json",
-                "sqlite:///x.db",
+                "sqlite:///x.db", coverage=0.9,
             )  # fmt: skip
     assert list(tmp_path.iterdir()) == []

@@ -29,6 +29,7 @@ WORDS = [f"word{i}" for i in range(2000)]
 def settings(source: Path | str = "nowhere", **changes: Any) -> PrepareParams:
     params = PrepareParams(
         source=str(source),
+        split_seed=0,
         max_conversations=None,
         near_duplicate_similarity=0.7,
         near_duplicate_min_words=12,
@@ -118,7 +119,7 @@ def test_every_row_and_every_reply_is_kept_or_counted(tmp_path: Path) -> None:
         {"id": "system_0", "conversations": [{"from": "system", "value": "banner"}]},
         {"id": "tool_0", "conversations": [{"from": "tool", "value": "x"}]},
     ]
-    report = prepare(settings(source_of(tmp_path, rows)), 0, tmp_path / "out")
+    report = prepare(settings(source_of(tmp_path, rows)), tmp_path / "out")
     assert report["num_chats"] == 202
     assert report["num_replies"] == 203
     assert report["dropped"] == {
@@ -146,7 +147,7 @@ def test_every_row_and_every_reply_is_kept_or_counted(tmp_path: Path) -> None:
 
 def test_a_row_holds_the_conversation_up_to_its_last_label(tmp_path: Path) -> None:
     rows = [*numbered(100), row("talk_0", "q", "a", "", "to nothing"), row("talk_4", "r", "b", "no answer")]
-    prepare(settings(source_of(tmp_path, rows)), 0, tmp_path / "out")
+    prepare(settings(source_of(tmp_path, rows)), tmp_path / "out")
     found = [row for rows in splits_in(tmp_path / "out").values() for row in rows if row["root_id"] == "talk"]
     assert found == [
         {
@@ -162,19 +163,19 @@ def test_a_row_holds_the_conversation_up_to_its_last_label(tmp_path: Path) -> No
 
 def test_no_root_and_no_near_duplicate_is_in_two_splits(tmp_path: Path) -> None:
     rows = planted()
-    report = prepare(settings(source_of(tmp_path, rows)), 0, tmp_path / "out")
+    report = prepare(settings(source_of(tmp_path, rows)), tmp_path / "out")
     roots = [row["root_id"] for kept in splits_in(tmp_path / "out").values() for row in kept]
     assert len(roots) == len(set(roots)) == len(rows) == report["num_chats"]
     assert list(leaks(tmp_path / "out", 0.7)) == []
     assert report["num_moved_to_the_split_of_a_near_duplicate"] > 10
     # the plants are there to be found: with every group apart there would be leaks
-    prepare(settings(source_of(tmp_path, rows), near_duplicate_min_words=10_000), 0, tmp_path / "apart")
+    prepare(settings(source_of(tmp_path, rows), near_duplicate_min_words=10_000), tmp_path / "apart")
     assert len(list(leaks(tmp_path / "apart", 0.7))) > 10
 
 
 def test_parts_of_one_root_are_in_one_split(tmp_path: Path) -> None:
     rows = [row(f"root{i}_{part}", f"question {i} {part}", "reply") for part in (0, 2, 4) for i in range(100)]
-    report = prepare(settings(source_of(tmp_path, rows)), 0, tmp_path / "out")
+    report = prepare(settings(source_of(tmp_path, rows)), tmp_path / "out")
     assert report["num_chats"] == 100
     assert report["num_replies"] == 300
     assert len(home_of(tmp_path / "out")) == 100
@@ -227,8 +228,8 @@ def test_splits_stay_when_the_source_grows(tmp_path: Path) -> None:
         words = old["conversations"][0]["value"].split()
         more.append(row(f"new{number}_0", with_changed_words(draw, words, 1), "reply"))
     renamed = [{**new, "id": f"more{new['id']}"} for new in more]
-    prepare(settings(source_of(tmp_path, rows)), 0, tmp_path / "small")
-    prepare(settings(source_of(tmp_path, [*rows, *renamed], "big.json")), 0, tmp_path / "big")
+    prepare(settings(source_of(tmp_path, rows)), tmp_path / "small")
+    prepare(settings(source_of(tmp_path, [*rows, *renamed], "big.json")), tmp_path / "big")
     before, after = home_of(tmp_path / "small"), home_of(tmp_path / "big")
     assert len(after) == len(rows) + len(renamed)
     assert {root: after[root] for root in before} == before
@@ -238,20 +239,20 @@ def test_splits_stay_when_the_source_grows(tmp_path: Path) -> None:
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
     path = source_of(tmp_path, planted())
     for name in ("one", "two"):
-        prepare(settings(path), 3, tmp_path / name)
+        prepare(settings(path), tmp_path / name)
     for name in SPLITS:
         assert (tmp_path / "one" / f"{name}.jsonl").read_bytes() == (tmp_path / "two" / f"{name}.jsonl").read_bytes()
 
 
 def test_at_most_max_conversations_the_first_ones(tmp_path: Path) -> None:
-    report = prepare(settings(source_of(tmp_path, numbered(150)), max_conversations=100), 0, tmp_path / "out")
+    report = prepare(settings(source_of(tmp_path, numbered(150)), max_conversations=100), tmp_path / "out")
     assert report["num_chats"] == 100
     assert set(home_of(tmp_path / "out")) == {f"root{i}" for i in range(100)}
 
 
 def test_an_empty_split_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"raise prepare.max_conversations"):
-        prepare(settings(source_of(tmp_path, numbered(1))), 0, tmp_path / "out")
+        prepare(settings(source_of(tmp_path, numbered(1))), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_an_empty_split_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
 def test_a_bad_source_is_one_clear_error(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "f.json").write_text(content + " " * 30)
     with pytest.raises(ConfigurationError, match=words):
-        prepare(settings(tmp_path / "f.json"), 0, tmp_path / "out")
+        prepare(settings(tmp_path / "f.json"), tmp_path / "out")
 
 
 @given(root_id=st.text(min_size=1), seed=st.integers(0, 2**32))

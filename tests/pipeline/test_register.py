@@ -77,6 +77,7 @@ class Workplace:
     root: Path
     champion_skill: float = 0.6
     champion_target: str = "tiny-target"
+    champion_split: str = ""
     champion_error: str = ""
 
     @property
@@ -135,7 +136,7 @@ class Workplace:
             assert len({row.id for row in rows}) == len(rows)  # no prompt is forecast twice
             return self.probabilities(rows, self.champion_skill)
 
-        spec = SimpleNamespace(edges_tokens=EDGES, target_model=self.champion_target)
+        spec = SimpleNamespace(edges_tokens=EDGES, target_model=self.champion_target, split=self.champion_split)
         return SimpleNamespace(spec=spec, conversation_probabilities=conversation_probabilities)
 
     def register(self, folder: Path, settings: RegisterParams = SETTINGS) -> dict[str, Any]:
@@ -240,21 +241,22 @@ def test_equal_one_is_not_promoted(workplace: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("champion", "reason"),
+    ("champion", "reason", "alias"),
     [
-        ({"champion_target": "other-target"}, "it is for target 'other-target', this one for 'tiny-target'"),
-        ({"champion_error": "predictor.json has format 1"}, "cannot be loaded (predictor.json has format 1)"),
+        ({"champion_target": "other-target"}, "it is for target 'other-target', this one for", "challenger"),
+        ({"champion_split": "seed 7"}, "it was trained on other splits (seed 7; here", "challenger"),
+        ({"champion_error": "predictor.json has format 1"}, "cannot be loaded (predictor.json has", "champion"),
     ],
 )
 def test_champion_that_says_nothing_is_named_and_not_compared(
-    workplace: Workplace, champion: dict[str, Any], reason: str
+    workplace: Workplace, champion: dict[str, Any], reason: str, alias: str
 ) -> None:
     workplace.register(write_folder(workplace.root / "a"))
     for name, value in champion.items():
         setattr(workplace, name, value)
     workplace.write_candidate(skill=0.3)
     found = workplace.register(write_folder(workplace.root / "b", source="mixed"))
-    assert found["alias"] == "champion"
+    assert found["alias"] == alias
     assert reason in found["reasons"][0]
     assert reason in found["comparison"]["champion"]["not_compared"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.predictor.conversation import Message, messages_of
+from serving_plugin.predictor.conversation import MAX_MESSAGES, Message, heard_by_predictor, messages_of
 from serving_plugin.predictor.encoding import ConversationEncoder, InputRule, keep_head_and_tail, pad_batch
 
 WORDS = ("<pad>", "[CLS]", "[SEP]", "[UNK]", "</s>", "a", "b", "c", "d", "e", "f", "g", "h")
@@ -104,7 +104,7 @@ def test_opening_reply_and_question_in_their_order(encoder: ConversationEncoder,
         (chat("a b c d e f g h a b c d e f g h"), (CLS, A, B, C, D, E, F, G, B, C, D, E, F, G, H, SEP)),
         # no reply yet: its 3 + 1 go to the question, round(5.5) = 6 and 5
         (
-            (Message("system", "a b c"), Message("user", "a b c d e f g h a b c d e f g h")),
+            (Message("tool", "a b c"), Message("user", "a b c d e f g h a b c d e f g h")),
             (CLS, A, B, SEP, A, B, C, D, E, F, D, E, F, G, H, SEP),
         ),
         # a greeting is the opening, not a reply as well
@@ -138,6 +138,26 @@ def test_a_part_that_is_missing_or_short_leaves_its_room_to_the_question(
 def test_budgets_and_share_do_what_they_say(changes: dict[str, Any], ids: tuple[int, ...]) -> None:
     rule = replace(RULE, **{"max_tokens": 15 if "head_share" not in changes else 16, **changes})
     assert bert_like(rule).encode(CHAT).ids == ids
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_and_tool_calls_change_nothing(role: str) -> None:
+    """Training conversations have none of them: a model would read them as something else."""
+    plain = chat("a b c", "d e", "f g")
+    question, reply, last = plain
+    told = Message(role, "a b c d e f g h")
+    seen = bert_like().encode((told, question, Message("assistant", ""), reply, told, last))
+    assert seen == bert_like().encode(plain)
+    assert bert_like().encode((told,)) == bert_like().encode(())
+
+
+def test_of_a_very_long_conversation_the_first_and_the_last_messages_are_read() -> None:
+    texts = ["a", "b"] * MAX_MESSAGES
+    long, short = chat(*texts, "c"), chat(*texts[: MAX_MESSAGES - 1], "c")
+    assert len(heard_by_predictor(long)) == MAX_MESSAGES
+    assert heard_by_predictor(long)[0] == long[0]
+    assert heard_by_predictor(long)[1:] == list(long[1 - MAX_MESSAGES :])
+    assert heard_by_predictor(short) == list(short)
 
 
 @given(

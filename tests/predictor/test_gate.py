@@ -90,10 +90,15 @@ def test_champion_in_office(comparison: ChampionComparison, reasons: tuple[str, 
         assert expected in said
 
 
-def test_champion_that_cannot_be_compared_is_named_and_does_not_decide() -> None:
-    other = NotCompared("2", "it is for target 'a', this one for 'b'")
+def test_champion_that_holds_office_is_replaced_by_hand_only() -> None:
+    verdict = decide(report(), 200, NotCompared("2", "it is for target 'a'", holds_office=True))
+    assert verdict == Verdict(False, ("not compared with champion version 2: it is for target 'a'",))
+
+
+def test_champion_that_cannot_be_loaded_is_named_and_does_not_decide() -> None:
+    other = NotCompared("2", "it cannot be loaded")
     verdict = decide(report(), 200, other)
-    assert verdict == Verdict(True, ("not compared with champion version 2: it is for target 'a', this one for 'b'",))
+    assert verdict == Verdict(True, ("not compared with champion version 2: it cannot be loaded",))
     assert not decide(report(modal=(0.0, -0.1, 0.1)), 200, other).is_champion
 
 

@@ -30,7 +30,7 @@ from serving_plugin.predictor.spec import PredictorSpec
 GRANULARITIES_TOKENS = (100, 200, 400)
 DEFAULT_COVERAGE = 0.9
 MODAL, MARGINAL, OWN_MODAL = "modal", "marginal", "own_modal"  # known without a baselines file
-_HIGHER_IS_BETTER = ("accuracy_", "within_one_", "macro_f1_", "kendall_tau", "auroc_")
+_HIGHER_IS_BETTER = ("accuracy_", "within_one_", "macro_f1_", "kendall_tau", "auroc_", "coverage_judged")
 _NEAR_TO_NOMINAL = ("coverage", "interval_coverage")
 
 Numbers = Sequence[float] | Array
@@ -174,9 +174,12 @@ def _draws(
 ) -> dict[str, FloatArray]:
     """Metric -> (draws,); fewer for the rank correlation."""
     lengths = truth.lengths_tokens
-    by_row = row_scores(forecasts, lengths, widths, coverage)
+    by_row = row_scores(forecasts, lengths, widths, coverage, truth.cap_tokens)
+    by_row["coverage"] = by_row["coverage"] & by_row["coverage_judged"]
     averaged = resampled.means(resamples, np.column_stack(list(by_row.values())))
     draws: dict[str, FloatArray] = {name: averaged[:, i] for i, name in enumerate(by_row)}
+    judged = draws["coverage_judged"]
+    draws["coverage"] = np.divide(draws["coverage"], judged, out=np.full_like(judged, math.nan), where=judged > 0)
     for width in widths:
         coarse = forecasts.regrouped(width)
         actual = bucket_of(lengths, width, coarse.shape[1])

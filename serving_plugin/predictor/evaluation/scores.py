@@ -189,16 +189,21 @@ def bucket_of(lengths_tokens: Array, width_tokens: int, num_buckets: int) -> Arr
 
 
 def row_scores(
-    forecasts: Forecasts, lengths_tokens: Array, granularities_tokens: Sequence[int], coverage: float
+    forecasts: Forecasts,
+    lengths_tokens: Array,
+    granularities_tokens: Sequence[int],
+    coverage: float,
+    cap_tokens: int | None = None,
 ) -> dict[str, Array]:
     """Score name -> (rows,); the mean over rows is the split's figure.
 
     `accuracy_W` and `within_one_W` (bool): the likeliest bucket of W tokens is the true one, or next to it.
     `mae_tokens`: |median - length|. `crps_tokens`, `nll`: see `Forecasts`. `coverage` (bool): the length is at most
-    the `coverage` quantile; `over_reserved_tokens`: how far that quantile is above it. `interval_coverage` (bool) and
-    `interval_width_tokens`: the central interval. `over_reserved_at_coverage_tokens`: over-reserved tokens when the
-    level is chosen so that this very split is covered just as asked: it compares sharpness between models that are
-    not equally calibrated.
+    the `coverage` quantile; `coverage_judged` (bool): that quantile lies below `cap_tokens`, where replies were cut: at
+    the cap every reply is covered, whatever the forecast is worth. `over_reserved_tokens`: how far the quantile is
+    above the length. `interval_coverage` (bool) and `interval_width_tokens`: the central interval.
+    `over_reserved_at_coverage_tokens`: over-reserved tokens when the level is chosen so that this very split is covered
+    just as asked: it compares sharpness between models that are not equally calibrated.
     """
     lengths = np.asarray(lengths_tokens, dtype=np.int64)
     scores: dict[str, Array] = {}
@@ -212,6 +217,7 @@ def row_scores(
     scores["crps_tokens"] = forecasts.crps_tokens(lengths)
     scores["nll"] = forecasts.negative_log_likelihood(lengths)
     scores["coverage"] = lengths <= upper
+    scores["coverage_judged"] = np.full(len(lengths), True) if cap_tokens is None else upper < cap_tokens
     scores["over_reserved_tokens"] = np.maximum(upper - lengths, 0)
     # covered means P(length < y) < level: the level just above the wanted share of these
     level = min(1.0, float(np.quantile(forecasts.below(lengths), coverage, method="higher")) + 1e-7)
