@@ -142,8 +142,8 @@ def labelled_with_target_replies(trained: Any, folder: Path, num_rows: int, fact
     lines = (folder / "calibration.jsonl").read_text().splitlines() * 10
     for name in ("target_calibration.jsonl", "target_replies.jsonl"):
         rows = [json.loads(line) for line in lines[:num_rows]]
-        for row in rows:
-            row["source"] = "generated"
+        for number, row in enumerate(rows):
+            row["source"], row["root_id"] = "generated", f"target{number}"
             row["replies"][0]["output_tokens"] = round(factor * row["replies"][0]["output_tokens"])
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -352,7 +352,9 @@ def test_missing_input_and_missing_target_name_the_stage_to_run(
 
 def test_no_prompts_wanted_is_an_empty_result_without_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(load_profile("cpu_full"))["num_prompts"] == 0
+    params = load_profile("cpu_full")
+    nothing = dataclasses.replace(params, generate=dataclasses.replace(params.generate, num_prompts=0))
+    assert run(nothing)["num_prompts"] == 0
     assert replies(tmp_path / "data/generated") == []
 
 

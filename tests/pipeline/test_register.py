@@ -374,7 +374,8 @@ def test_moved_store_still_finds_its_artifacts(workplace: Workplace) -> None:
 def test_version_of_the_pipeline_carries_its_origin(trained: Any) -> None:
     from mlflow import MlflowClient
 
-    version = MlflowClient(trained.tracking_uri).get_model_version_by_alias(NAME, "champion")
+    client = MlflowClient(trained.tracking_uri, trained.tracking_uri)  # MLflow holds another registry from other tests
+    version = client.get_model_version_by_alias(NAME, "champion")
     assert version.run_id == load_run_id(trained.checkpoint)
     assert version.tags["target_model"] == "tiny-target"
     assert version.tags["content_sha256"] == content_sha256(trained.export)

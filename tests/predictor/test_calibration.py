@@ -189,11 +189,13 @@ def test_censored_rows_give_the_knots_of_the_uncensored() -> None:
 
 
 def test_kaplan_meier_by_hand() -> None:
-    """Deaths 1/4 at 0.2; at 0.6 one of the two left: 3/4 * 1/2 survive; the last is censored, so it never ends."""
+    """Deaths 1/4 at 0.2; at 0.6 one of the two left: 3/4 * 1/2 survive. The last is censored: nothing is known beyond,
+    and levels rise evenly to 1."""
     pits, censored = np.array([0.2, 0.4, 0.6, 0.8]), np.array([False, True, False, True])
     knots = conformal_knots(pits, censored)
     shares = [0.25 * 4 / 5, 0.625 * 4 / 5]  # times n / (n + 1)
-    expected = np.select([shares[0] >= GRID - 1e-9, shares[1] >= GRID - 1e-9], [0.2, 0.6], 1.0)
+    unknown = 0.6 + 0.4 * (GRID - shares[1]) / (1 - shares[1])
+    expected = np.select([shares[0] >= GRID - 1e-9, shares[1] >= GRID - 1e-9], [0.2, 0.6], unknown)
     expected[0] = 0.0
     np.testing.assert_allclose(knots, expected, atol=1e-8)
 
@@ -201,7 +203,17 @@ def test_kaplan_meier_by_hand() -> None:
 def test_a_row_cut_where_another_ended_was_still_at_risk_there() -> None:
     tied = conformal_knots(np.array([0.5, 0.5]), np.array([False, True]))
     assert tied[33] == pytest.approx(0.5)  # 1/2 * 2/3
-    assert tied[34] == pytest.approx(1.0)
+    assert tied[34] == pytest.approx(0.5 + 0.5 * (0.34 - 1 / 3) / (1 - 1 / 3))
+
+
+def test_where_nothing_was_cut_the_last_level_is_the_end() -> None:
+    """Conformal: of two rows none is at level 0.9; with a cut row the model's own shape is kept there."""
+    whole = conformal_knots(np.array([0.2, 0.5]), np.array([False, False]))
+    assert whole[90] == pytest.approx(1.0)
+    cut = conformal_knots(np.array([0.2, 0.5]), np.array([False, True]))
+    assert 0.2 < cut[50] < cut[90] < 1.0
+    everything_cut = conformal_knots(np.array([0.2, 0.5]), np.array([True, True]))
+    np.testing.assert_allclose(everything_cut, GRID, atol=1e-6)
 
 
 # The map

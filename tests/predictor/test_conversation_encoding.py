@@ -177,10 +177,11 @@ def test_the_limit_holds_and_the_frame_is_there(
     encoder = ConversationEncoder(words_tokenizer(template), InputRule(limit, opening, reply, share))
     encoded = encoder.encode(chat(*contents, first=first))
     assert num_special <= len(encoded.ids) <= limit
-    words = [content.split() for content in contents]
-    if contents and len(words[-1]) >= limit:
+    heard = heard_by_predictor(chat(*contents, first=first))
+    words = [message.content.split() for message in heard]
+    if words and len(words[-1]) >= limit:
         assert len(encoded.ids) == limit  # room is not wasted
-    assert encoded.num_tokens == (len(words[-1]) if contents else 0)
+    assert encoded.num_tokens == (len(words[-1]) if words else 0)
     if num_special == 2:
         assert (encoded.ids[0], encoded.ids[-1]) == (CLS, SEP)
     if num_special == 1:
@@ -287,7 +288,7 @@ def test_messages_of_openai_json() -> None:
     ]  # fmt: skip
     assert messages_of(raw) == (
         Message("system", "be brief"),
-        Message("user", "look\n\n\nhere"),
+        Message("user", "look\n\nstray\n\nhere"),
         Message("assistant", ""),
         Message("tool", ""),
         Message("developer", ""),

@@ -162,6 +162,14 @@ def test_split_scored_by_hand() -> None:
     assert report["accuracy_200_low"] is None
 
 
+def test_coverage_is_judged_where_the_quantile_lies_below_the_cap() -> None:
+    """Lengths 150 (cut: no question), 20 (covered) and 95 (not); 90 % quantiles the cap, 89 and 89."""
+    probabilities = np.asarray([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    report = score_split(SPEC, probabilities, rows(150, 20, 95, censored=1), num_resamples=0)
+    assert report["coverage"] == 0.5
+    assert report["coverage_judged"] == pytest.approx(2 / 3, abs=1e-4)
+
+
 def test_censored_rows_count_in_the_bucket_of_the_cut() -> None:
     """All that a forecast says of lengths from the cap on is right for a row that was cut there."""
     probabilities = np.asarray([[0.3, 0.0, 0.3, 0.4], [0.3, 0.0, 0.3, 0.4], [0.6, 0.4, 0.0, 0.0]])
@@ -172,7 +180,8 @@ def test_censored_rows_count_in_the_bucket_of_the_cut() -> None:
     # clipped at 150: [0, 100), [100, 150), 150 = 0.3, 0, 0.7 twice, then 0.6, 0.2, 0.2: buckets 1, 1, 0
     assert report["accuracy_100"] == pytest.approx(2 / 3, abs=1e-4)
     assert report["nll"] == pytest.approx(-(math.log(0.7) + math.log(0.3) + math.log(0.6)) / 3, abs=1e-4)
-    assert report["coverage"] == 1.0
+    # every 90 % quantile is the cap itself, where a reply is covered whatever it says: there is nothing to judge
+    assert (report["coverage"], report["coverage_judged"]) == (None, 0.0)
     medians = np.asarray([150, 150, 83])
     assert report["mae_tokens"] == pytest.approx(np.mean([0, 130, medians[2] - 20]), abs=1e-4)
     cut_early = rows(100, 150, 20, censored=2)

@@ -59,7 +59,7 @@ def float_export(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     settings = replace(trained.params.export, int8=False)
     export(
         settings, trained.checkpoint, trained.calibration, trained.labelled, root / "export", root / "export.json",
-        f"sqlite:///{root}/mlruns/mlflow.db",
+        f"sqlite:///{root}/mlruns/mlflow.db", coverage=0.9,
     )  # fmt: skip
     return str(root / "export")
 
