@@ -99,7 +99,14 @@ def test_a_missing_model_is_named(app, tmp_path):
 def test_benchmarks_are_listed():
     outcome = CliRunner().invoke(benchmarks_app, ["--list"])
     assert outcome.exit_code == 0
-    assert [line.split()[0] for line in outcome.output.splitlines()] == list(BENCHMARKS) == ["serve"]
+    listed = [line.split()[0] for line in outcome.output.splitlines()]
+    assert listed == list(BENCHMARKS) == ["serve", "predictor", "refresh", "losses", "backbones"]
+
+
+@pytest.mark.parametrize("name", list(BENCHMARKS))
+def test_every_benchmark_can_be_loaded_run_and_delivered(name):
+    module = BENCHMARKS[name][1]()
+    assert callable(module.run) and callable(module.deliver)
 
 
 def test_an_unknown_benchmark_is_one_line_and_exit_code_2():
@@ -110,4 +117,4 @@ def test_an_unknown_benchmark_is_one_line_and_exit_code_2():
         text=True,
         timeout=60,
     )
-    assert (ran.returncode, ran.stderr) == (2, "error: unknown benchmark 'nope'; known are serve\n")
+    assert (ran.returncode, ran.stderr) == (2, f"error: unknown benchmark 'nope'; known are {', '.join(BENCHMARKS)}\n")
