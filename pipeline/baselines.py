@@ -210,7 +210,7 @@ def run(params: Params, labelled: Path, predictions: Path) -> dict[str, Any]:
     asked = read_rows(labelled / "test.jsonl")
     asked += read_rows(target) if target.is_file() and target.stat().st_size else []
     test_rows = list({row.id: row for row in asked}.values())  # samples of one reply share their forecast
-    limit = params.baselines.max_train_rows
+    limit = params.baselines.max_train_rows or params.train.max_train_rows
     chosen = choose_rows(train_rows, params.train, params.seed, max_rows=limit)
     progress(f"baselines: {len(chosen)} training rows, forecasts of {len(test_rows)} replies")
     task = make_task(params, chosen, validation_rows, test_rows)

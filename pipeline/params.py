@@ -190,7 +190,10 @@ class CalibrateParams:
 
 @dataclass(frozen=True, slots=True)
 class BaselineParams:
-    """What the predictor is compared with. `plain_cross_entropy`: also the paper's model, trained like ours."""
+    """What the predictor is compared with. `plain_cross_entropy`: also the paper's model, trained like ours.
+
+    `max_train_rows` null: as many rows as our own model is trained on.
+    """
 
     plain_cross_entropy: bool
     max_train_rows: Annotated[int | None, Within(1)]
