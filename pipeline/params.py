@@ -226,7 +226,7 @@ class ExportParams:
 
 @dataclass(frozen=True, slots=True)
 class RegisterParams:
-    """Name and alias in the registry; `allow_worse` registers a model that does not beat the modal bucket."""
+    """Name and alias in the registry; `allow_worse` makes a model champion that the gate would not."""
 
     name: str
     alias: str
