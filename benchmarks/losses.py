@@ -20,10 +20,8 @@ from scipy.stats import kendalltau
 
 from benchmarks.record import Record, deliver, say
 from pipeline.label import LABELLED_FOLDER
-from pipeline.network import predict_logits
 from pipeline.params import Params, load_params
 from pipeline.train import choose_rows, fit
-from serving_plugin.predictor.calibration import softmax
 from serving_plugin.predictor.evaluation.bootstrap import paired_gain
 from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
 from serving_plugin.predictor.rows import LabelledRow, read_rows
@@ -98,14 +96,13 @@ def run(model: Path, source: str, is_short: bool) -> LossesResult:
     """Train every variant on this machine, seeds outermost, so that drift of the machine touches all alike."""
     params, extent = load_params(), SHORT if is_short else Extent()
     train_rows = choose_rows(
-        read_rows(LABELLED_FOLDER / "train.jsonl"), params.train, params.seed, max_rows=extent.num_rows
+        read_rows(LABELLED_FOLDER / "train.jsonl"),
+        params.seed,
+        max_rows=extent.num_rows,
+        max_turns=params.train.max_turns_per_conversation,
     )
     held_out = choose_rows(
-        read_rows(LABELLED_FOLDER / "validation.jsonl"),
-        params.train,
-        params.seed,
-        max_rows=extent.num_validation_rows,
-        max_turns=None,
+        read_rows(LABELLED_FOLDER / "validation.jsonl"), params.seed, max_rows=extent.num_validation_rows
     )
     result = LossesResult(
         extent=asdict(extent),
@@ -155,6 +152,4 @@ def train_variant(
     changed = replace(changed, input=replace(changed.input, **changes.get("input", {})))
     with tempfile.TemporaryDirectory(prefix="tetri-losses-") as scratch:
         fitted = fit(changed, train_rows, held_out, Path(scratch))
-    encoded = [fitted.encoder.encode(row.messages) for row in held_out]
-    shares = softmax(predict_logits(fitted.network, encoded, fitted.spec.pad_token_id))
-    return Forecasts.from_weights(fitted.spec.edges_tokens, shares)
+    return Forecasts.from_weights(fitted.spec.edges_tokens, fitted.probabilities(held_out))

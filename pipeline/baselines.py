@@ -32,8 +32,7 @@ from pipeline.files import progress, run_stage, write_json
 from pipeline.label import TARGET_REPLIES_FILE
 from pipeline.lexical import lexical_table
 from pipeline.params import InputParams, Params, load_params
-from pipeline.train import LABELLED, choose_rows, edges_up_to, fine_buckets, fit
-from serving_plugin.predictor.calibration import softmax
+from pipeline.train import LABELLED, choose_rows, edges_up_to, fine_buckets, fit, training_rows
 from serving_plugin.predictor.encoding import ConversationEncoder, InputRule
 from serving_plugin.predictor.evaluation.baselines import DEFAULT_PREDICTIONS, write_baselines
 from serving_plugin.predictor.rows import LabelledRow, read_rows
@@ -188,8 +187,6 @@ def plain_cross_entropy(
 
     The input is the prompt alone and the loss plain cross-entropy. `train_rows` are those of our model's training.
     """
-    from pipeline.network import predict_logits
-
     plain = replace(
         params,
         input=InputParams(params.input.max_tokens, 0, 0, params.input.head_share),
@@ -198,9 +195,7 @@ def plain_cross_entropy(
         ),
     )
     with tempfile.TemporaryDirectory(prefix="tetri-plain-") as scratch:
-        fitted = fit(plain, train_rows, validation_rows, Path(scratch))
-        encoded = [fitted.encoder.encode(row.messages) for row in test_rows]
-        return softmax(predict_logits(fitted.network, encoded, fitted.spec.pad_token_id))
+        return fit(plain, train_rows, validation_rows, Path(scratch)).probabilities(test_rows)
 
 
 def run(params: Params, labelled: Path, predictions: Path) -> dict[str, Any]:
@@ -210,16 +205,16 @@ def run(params: Params, labelled: Path, predictions: Path) -> dict[str, Any]:
     asked = read_rows(labelled / "test.jsonl")
     asked += read_rows(target) if target.is_file() and target.stat().st_size else []
     test_rows = list({row.id: row for row in asked}.values())  # samples of one reply share their forecast
-    limit = params.baselines.max_train_rows or params.train.max_train_rows
-    chosen = choose_rows(train_rows, params.train, params.seed, max_rows=limit)
+    ours = training_rows(params, train_rows)
+    chosen = choose_rows(ours, params.seed, max_rows=params.baselines.max_train_rows)
     progress(f"baselines: {len(chosen)} training rows, forecasts of {len(test_rows)} replies")
     task = make_task(params, chosen, validation_rows, test_rows)
     found, seconds = {}, {}
     for name, predict in BASELINES.items():
         found[name], seconds[name] = _timed(name, lambda predict=predict: predict(task))  # type: ignore[misc]
     if params.baselines.plain_cross_entropy:
-        name, rows = "plain_cross_entropy", choose_rows(train_rows, params.train, params.seed)
-        found[name], seconds[name] = _timed(name, lambda: plain_cross_entropy(params, rows, validation_rows, test_rows))
+        name = "plain_cross_entropy"
+        found[name], seconds[name] = _timed(name, lambda: plain_cross_entropy(params, ours, validation_rows, test_rows))
     write_baselines(predictions, [row.id for row in test_rows], task.edges_tokens, found)
     report = {
         "num_train_rows": len(chosen),

@@ -10,19 +10,17 @@ enough of them: how likely each length is differs between models, and serving me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from pipeline.checkpoint import Checkpoint
 from pipeline.files import progress, run_stage, write_json
 from pipeline.label import TARGET_CALIBRATION_FILE
-from pipeline.network import LengthNetwork, load_network, predict_logits
 from pipeline.params import CalibrateParams, load_params
 from pipeline.train import CHECKPOINT, LABELLED
-from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.calibration import (
     Recalibration,
     fit_recalibration,
@@ -31,64 +29,12 @@ from serving_plugin.predictor.calibration import (
     pit_values,
     softmax,
 )
-from serving_plugin.predictor.encoding import ConversationEncoder, EncodedConversation
+from serving_plugin.predictor.encoding import EncodedConversation
 from serving_plugin.predictor.model import groups_of
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.spec import TOKENIZER_FILE, PredictorSpec
 
 CALIBRATION = Path("models/predictor/calibration.json")
 MIN_TARGET_ROWS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A trained network with all that it needs to forecast."""
-
-    network: LengthNetwork
-    encoder: ConversationEncoder
-    spec: PredictorSpec
-
-    @classmethod
-    def load(cls, folder: Path, calibration: Path | None = None) -> Checkpoint:
-        """Read a checkpoint folder, and its calibration if a file is named.
-
-        Raises:
-            ConfigurationError: something is missing or does not fit.
-        """
-        spec = PredictorSpec.load(folder)
-        encoder = ConversationEncoder.from_file(folder / TOKENIZER_FILE, spec.input)
-        if calibration is not None:
-            spec = spec.calibrated(*read_calibrations(calibration))
-        return cls(load_network(folder, spec.num_buckets), encoder, spec)
-
-    def encode(self, rows: Sequence[LabelledRow]) -> list[EncodedConversation]:
-        """Inputs of labelled rows."""
-        return [self.encoder.encode(row.messages) for row in rows]
-
-    def probabilities(self, rows: Sequence[LabelledRow]) -> np.ndarray:
-        """(rows, fine buckets) probabilities, calibrated for the rows' source; all of one source."""
-        encoded = self.encode(rows)
-        calibration = self.spec.calibration_of(rows[0].source)
-        logits = predict_logits(self.network, encoded, self.spec.pad_token_id)
-        groups = groups_of(encoded, calibration.prompt_edges_tokens)
-        return calibration.apply(softmax(logits / calibration.temperature), groups)
-
-
-def read_calibrations(path: Path) -> tuple[Recalibration, Recalibration | None]:
-    """What the stage wrote: for the training's source, and for the target's own replies if they were enough.
-
-    Raises:
-        ConfigurationError: the file is missing or not such a file.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        target = content["target"]
-        return (
-            Recalibration.from_json(content["labelled"]),
-            None if target is None else Recalibration.from_json(target),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path} cannot be used ({error}); run `dvc repro calibrate`") from None
 
 
 def calibrate(
@@ -119,7 +65,7 @@ def _fit_on(
 ) -> Recalibration:
     """`fit` on labelled rows; `temperature` holds when none is to be fitted."""
     encoded = loaded.encode(rows)
-    logits = predict_logits(loaded.network, encoded, loaded.spec.pad_token_id) / temperature
+    logits = loaded.logits(encoded) / temperature
     lengths = np.asarray([row.output_tokens for row in rows])
     censored = np.asarray([row.censored for row in rows])
     return fit(params, loaded.spec.edges_tokens, logits, lengths, censored, encoded)

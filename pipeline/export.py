@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.calibrate import CALIBRATION, Checkpoint
+from pipeline.calibrate import CALIBRATION
+from pipeline.checkpoint import Checkpoint
 from pipeline.files import progress, run_stage, write_json
-from pipeline.network import predict_logits
 from pipeline.params import ExportParams, load_params
 from pipeline.tracking import load_run_id, tracked_run
 from pipeline.train import CHECKPOINT, LABELLED
@@ -167,8 +167,7 @@ def compare_int8(
     """What 8 bits cost and bring beside the float model: accuracy at the published granularity, coverage of the
     `coverage` quantile (the calibration was fitted on the float model), latency."""
     spec, encoded = loaded.spec, loaded.encode(rows)
-    logits = predict_logits(loaded.network, encoded, spec.pad_token_id)
-    exact = softmax(logits / spec.calibration.temperature)
+    exact = softmax(loaded.logits(encoded) / spec.calibration.temperature)
     # one at a time, as quantised graphs are served
     small = np.concatenate([run_session(session, [one], spec.pad_token_id) for one in encoded])
     groups = groups_of(encoded, spec.calibration.prompt_edges_tokens)

@@ -27,14 +27,16 @@ from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.calibration import identity, softmax
 from serving_plugin.predictor.conversation import FEATURE_NAMES
 from serving_plugin.predictor.encoding import ConversationEncoder, InputRule
+from serving_plugin.predictor.evaluation.scores import Forecasts, bucket_of
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
-from serving_plugin.predictor.spec import TOKENIZER_FILE, PredictorSpec
+from serving_plugin.predictor.spec import PredictorSpec
 from serving_plugin.predictor.target import target_name
 
 if TYPE_CHECKING:
     import torch
 
+    from pipeline.checkpoint import Checkpoint
     from pipeline.network import LengthNetwork
     from serving_plugin.predictor.encoding import EncodedConversation
 
@@ -46,18 +48,9 @@ MAX_WARM_UP_ROWS = 8000
 WARM_UP_BATCH = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A trained network, how it reads a conversation, and what it says of itself."""
-
-    network: LengthNetwork
-    encoder: ConversationEncoder
-    spec: PredictorSpec
-
-
 def train(params: Params, labelled: Path, checkpoint: Path, tracking_uri: str) -> PredictorSpec:
     """Train, keep the epoch with the best validation loss, write the checkpoint folder whole or not at all."""
-    rows = choose_rows(read_rows(labelled / "train.jsonl"), params.train, params.seed)
+    rows = training_rows(params, read_rows(labelled / "train.jsonl"))
     validation_rows = read_rows(labelled / "validation.jsonl")
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=".training-") as name:
@@ -65,9 +58,7 @@ def train(params: Params, labelled: Path, checkpoint: Path, tracking_uri: str) -
             fitted = fit(params, rows, validation_rows, Path(name), is_tracked=True)
         out = Path(name) / "checkpoint"
         out.mkdir()
-        fitted.network.save(out)
-        fitted.encoder.save(out / TOKENIZER_FILE)
-        fitted.spec.save(out)
+        fitted.save(out)
         save_run_id(out, run_id)
         if checkpoint.exists():
             shutil.rmtree(checkpoint)
@@ -82,7 +73,7 @@ def fit(
     scratch: Path,
     *,
     is_tracked: bool = False,
-) -> Fitted:
+) -> Checkpoint:
     """A predictor trained on `rows`; the best epoch by the loss on (some of) `validation_rows` is kept.
 
     Args:
@@ -92,6 +83,7 @@ def fit(
     import torch
     from transformers import set_seed
 
+    from pipeline.checkpoint import Checkpoint
     from pipeline.network import new_network
 
     torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
@@ -111,22 +103,28 @@ def fit(
         f"train: {len(rows)} replies of {len({row.root_id for row in rows})} conversations, {spec.num_buckets} "
         f"buckets of {edges[1]} tokens, backbone {spec.backbone}"
     )
-    chosen = choose_rows(validation_rows, settings, params.seed, max_rows=settings.max_validation_rows, max_turns=None)
+    chosen = choose_rows(validation_rows, params.seed, max_rows=settings.max_validation_rows)
     _warm_up(params, network, spec, examples)
     _run_trainer(params, network, spec, examples, to_examples(chosen, encoder), scratch, is_tracked)
-    return Fitted(network.eval().cpu(), encoder, spec)
+    return Checkpoint(network.eval().cpu(), encoder, spec)
+
+
+def training_rows(params: Params, rows: Sequence[LabelledRow]) -> list[LabelledRow]:
+    """The rows of the training split that training uses: `choose_rows` with the limits of `train.*`."""
+    settings = params.train
+    return choose_rows(
+        rows, params.seed, max_rows=settings.max_train_rows, max_turns=settings.max_turns_per_conversation
+    )
 
 
 def choose_rows(
-    rows: Sequence[LabelledRow], settings: TrainParams, seed: int, *, max_rows: Any = ..., max_turns: Any = ...
+    rows: Sequence[LabelledRow], seed: int, *, max_rows: int | None = None, max_turns: int | None = None
 ) -> list[LabelledRow]:
-    """At most `max_turns_per_conversation` replies of each conversation and `max_train_rows` in all, in file order.
+    """At most `max_turns` replies of each conversation and `max_rows` in all, in file order; None: no limit.
 
     Chosen by a hash of the row's id, so a larger limit keeps what a smaller one chose. Turns of one chat are alike:
     more of them cost time and teach little.
     """
-    max_rows = settings.max_train_rows if max_rows is ... else max_rows
-    max_turns = settings.max_turns_per_conversation if max_turns is ... else max_turns
     order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{seed}\x00{rows[i].id}".encode()).digest())
     if max_turns is not None:
         taken: dict[str, int] = {}
@@ -349,19 +347,14 @@ def _validation_metrics(spec: PredictorSpec) -> Any:
     from scipy.stats import kendalltau
 
     width = spec.granularity_tokens
-    edges = np.asarray(spec.edges_tokens)
-    middles = (edges[:-1] + edges[1:] - 1) / 2
 
     def compute(prediction: Any) -> dict[str, float]:
-        shares = softmax(prediction.predictions)
-        per_bucket = width // spec.edges_tokens[1]
-        starts = np.arange(0, shares.shape[1], per_bucket)
-        coarse = np.add.reduceat(shares, starts, axis=1)
+        forecasts = Forecasts.from_weights(spec.edges_tokens, softmax(prediction.predictions))
         lengths = prediction.label_ids[:, 0]
-        truth = np.minimum(lengths // width, coarse.shape[1] - 1)
+        coarse = forecasts.regrouped(width)
         return {
-            f"accuracy_{width}": float(np.mean(coarse.argmax(axis=1) == truth)),
-            "kendall_tau": float(kendalltau(shares @ middles, lengths).statistic),
+            f"accuracy_{width}": float(np.mean(coarse.argmax(axis=1) == bucket_of(lengths, width, coarse.shape[1]))),
+            "kendall_tau": float(kendalltau(forecasts.means(), lengths).statistic),
         }
 
     return compute

@@ -129,10 +129,6 @@ class ConversationEncoder:
             num_earlier_replies=sum(message.role == "assistant" for message in messages[:-1]),
         )
 
-    def encode_text(self, text: str) -> EncodedConversation:
-        """Encode a prompt without roles as one user message."""
-        return self.encode((Message("user", text),))
-
     def _input_ids(self, messages: Sequence[Message], seen: Sequence[_Tokenised]) -> tuple[int, ...]:
         parts: list[Sequence[int]] = []
         if len(messages) > 1 and self.rule.opening_tokens:

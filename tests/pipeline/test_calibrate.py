@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.calibrate import MIN_TARGET_ROWS, Checkpoint, calibrate, fit, read_calibrations
+from pipeline.calibrate import MIN_TARGET_ROWS, calibrate, fit
+from pipeline.checkpoint import Checkpoint, read_calibrations
 from pipeline.network import predict_logits
 from pipeline.params import CalibrateParams
 from serving_plugin.core.errors import ConfigurationError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pipeline.export as export_stage
-from pipeline.calibrate import Checkpoint, read_calibrations
+from pipeline.checkpoint import Checkpoint, read_calibrations
 from pipeline.export import ParityError, check_parity, export, random_inputs, with_probabilities, write_onnx
 from pipeline.params import ExportParams
 from serving_plugin.core.errors import ConfigurationError

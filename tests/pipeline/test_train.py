@@ -24,6 +24,7 @@ from pipeline.train import (
     fine_buckets,
     fit,
     train,
+    training_rows,
 )
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.calibration import identity
@@ -58,28 +59,25 @@ def turns(num_conversations: int, num_turns: int) -> list[LabelledRow]:
     ]
 
 
-def test_a_conversation_gives_no_more_turns_than_its_limit(make_tiny_params: Any) -> None:
+def test_a_conversation_gives_no_more_turns_than_its_limit() -> None:
     rows = turns(20, 6)
-    settings = make_tiny_params(max_turns_per_conversation=2).train
-    chosen = choose_rows(rows, settings, seed=0)
+    chosen = choose_rows(rows, seed=0, max_turns=2)
     by_root = [sum(row.root_id == f"c{i}" for row in chosen) for i in range(20)]
     assert by_root == [2] * 20
     assert chosen == [row for row in rows if row in chosen]  # in file order
     assert len({row.id.split(":")[1] for row in chosen}) == 6  # any turn, not the first ones
-    assert choose_rows(rows, settings, seed=1) != chosen
-    assert choose_rows(rows, settings, seed=0, max_turns=None) == rows
+    assert choose_rows(rows, seed=1, max_turns=2) != chosen
+    assert choose_rows(rows, seed=0) == rows
 
 
 def test_a_larger_limit_keeps_what_a_smaller_one_chose(make_tiny_params: Any) -> None:
     rows = turns(20, 6)
-    few, more = (
-        choose_rows(rows, make_tiny_params(max_train_rows=n, max_turns_per_conversation=3).train, 0) for n in (15, 40)
-    )
+    few, more = (choose_rows(rows, 0, max_rows=n, max_turns=3) for n in (15, 40))
     assert (len(few), len(more)) == (15, 40)
     assert {row.id for row in few} < {row.id for row in more}
-    everything = make_tiny_params(max_train_rows=None, max_turns_per_conversation=None).train
-    assert choose_rows(rows, everything, 0) == rows
-    assert choose_rows(rows, everything, 0, max_rows=15, max_turns=3) == few
+    limited = make_tiny_params(max_train_rows=15, max_turns_per_conversation=3)
+    assert training_rows(limited, rows) == few
+    assert training_rows(make_tiny_params(max_train_rows=None, max_turns_per_conversation=None), rows) == rows
 
 
 def test_the_collator_pads_and_keeps_lengths_with_their_censoring() -> None:
@@ -154,7 +152,7 @@ def test_the_epoch_with_the_best_validation_loss_is_kept(trained: Any) -> None:
     import torch
     from mlflow import MlflowClient
 
-    from pipeline.calibrate import Checkpoint
+    from pipeline.checkpoint import Checkpoint
     from pipeline.losses import LengthLoss
     from pipeline.train import to_examples
 
@@ -182,7 +180,7 @@ def test_same_seed_same_weights(trained: Any, tmp_path: Path) -> None:
 def test_the_warm_up_teaches_the_head_and_leaves_the_backbone(trained: Any) -> None:
     import torch
 
-    from pipeline.calibrate import Checkpoint
+    from pipeline.checkpoint import Checkpoint
     from pipeline.losses import LengthLoss
     from pipeline.network import new_network
     from pipeline.train import to_examples

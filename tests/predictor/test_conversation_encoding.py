@@ -214,7 +214,7 @@ def test_text_that_spells_special_tokens_does_not_smuggle_them_in(
 
 def test_lone_surrogate_is_a_question_mark_not_a_crash() -> None:
     encoder = ConversationEncoder(byte_level(), RULE)
-    assert encoder.encode_text("a \ud83d b") == encoder.encode_text("a ? b")
+    assert encoder.encode(chat("a \ud83d b")) == encoder.encode(chat("a ? b"))
 
 
 def test_very_long_message_is_estimated_and_keeps_its_ends() -> None:
@@ -223,7 +223,7 @@ def test_very_long_message_is_estimated_and_keeps_its_ends() -> None:
     text = " ".join(rng.choice(vocabulary) for _ in range(30_000))[:100_000]
     true = byte_level().encode(text, add_special_tokens=False).ids
     encoder = ConversationEncoder(byte_level(), replace(RULE, max_tokens=64))
-    encoded = encoder.encode_text(text)
+    encoded = encoder.encode(chat(text))
     assert encoded.num_tokens == pytest.approx(len(true), rel=0.03)
     assert encoded.ids == (1, *true[:32], *true[-31:])  # round(63 / 2) = 32
     replied = encoder.encode(chat("hello", text, "and?"))
@@ -237,14 +237,14 @@ def _ids(text: str) -> list[int]:
 
 def test_very_long_message_of_few_tokens_keeps_them_all() -> None:
     text = "a b c d e" + " " * 20_000 + "f g h a b"
-    encoded = bert_like().encode_text(text)
+    encoded = bert_like().encode(chat(text))
     assert encoded.ids == (CLS, A, B, C, D, E, F, G, H, A, B, SEP)
-    assert bert_like().encode_text(" " * 100_000).ids == (CLS, SEP)
+    assert bert_like().encode(chat(" " * 100_000)).ids == (CLS, SEP)
 
 
 def test_estimate_is_continuous_where_messages_begin_to_be_cut() -> None:
     encoder = ConversationEncoder(byte_level(), RULE)
-    whole, cut = (encoder.encode_text("word " * n).num_tokens for n in (16_384 // 5, 16_384 // 5 + 1))
+    whole, cut = (encoder.encode(chat("word " * n)).num_tokens for n in (16_384 // 5, 16_384 // 5 + 1))
     assert 0 <= cut - whole <= 0.01 * whole
 
 
@@ -364,7 +364,7 @@ def test_padding_is_on_the_right_and_masked() -> None:
 
 
 def test_training_data_holds_what_serving_would_feed(trained: Any) -> None:
-    from pipeline.calibrate import Checkpoint
+    from pipeline.checkpoint import Checkpoint
     from pipeline.train import to_examples
     from serving_plugin.predictor.model import LengthPredictor
     from serving_plugin.predictor.rows import read_rows

@@ -24,7 +24,6 @@ from serving_plugin.predictor.evaluation.metrics import (
     KendallTau,
     MeanAbsoluteErrorTokens,
     modal_bucket,
-    regroup,
     score_split,
 )
 from serving_plugin.predictor.evaluation.resampled import Resamples
@@ -96,7 +95,7 @@ def test_lengths_beyond_the_last_bucket_count_in_it() -> None:
 def test_regroup_is_the_forecast_s_own(width: int) -> None:
     probabilities = np.asarray([[0.1, 0.2, 0.3, 0.4], [0.7, 0.0, 0.0, 0.3]])
     expected = [LengthForecast(EDGES, tuple(row)).regrouped(width).probabilities for row in probabilities]
-    np.testing.assert_allclose(regroup(EDGES, probabilities, width), expected)
+    np.testing.assert_allclose(Forecasts.from_weights(EDGES, probabilities).regrouped(width), expected)
 
 
 def test_arrays_of_forecasts_agree_with_single_forecasts() -> None:

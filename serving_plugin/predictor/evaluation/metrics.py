@@ -89,11 +89,6 @@ class HeavyDecodeAuroc(evaluate.Metric):  # type: ignore[misc]
         return {"auroc_heavy": math.nan if one_class else float(roc_auc_score(heavy, predictions))}
 
 
-def regroup(edges_tokens: Sequence[int], probabilities: Array, granularity_tokens: int) -> Array:
-    """(rows, fine buckets) summed to (rows, buckets of `granularity_tokens`), as `LengthForecast.regrouped` does."""
-    return Forecasts.from_weights(edges_tokens, probabilities).regrouped(granularity_tokens)
-
-
 def modal_bucket(spec: PredictorSpec, granularity_tokens: int, cap_tokens: int | None = None) -> int:
     """The training split's most frequent bucket: what a predictor has to beat. Lengths are cut at `cap_tokens`."""
     prior = Forecasts.from_weights(spec.edges_tokens, np.asarray([spec.train_counts])).clipped(cap_tokens)
