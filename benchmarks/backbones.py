@@ -76,22 +76,19 @@ def run(model: Path, source: str, is_short: bool) -> BackbonesResult:
     import torch
 
     result = BackbonesResult()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for architecture in ARCHITECTURES[:2] if is_short else ARCHITECTURES:
-        say(architecture.name)
-        network = build(architecture)
-        num_parameters = sum(value.numel() for value in network.parameters())
-        for length in INPUT_TOKENS:
-            times = measure(network, length, 10 if is_short else 50)
-            result.cases.append(
-                {
-                    "backbone": architecture.name,
-                    "num_parameters": num_parameters,
-                    "input_tokens": length,
-                    "ms": times,
-                }
-            )
-        del network
+    try:
+        for architecture in ARCHITECTURES[:2] if is_short else ARCHITECTURES:
+            say(architecture.name)
+            network = build(architecture)
+            num_parameters = sum(value.numel() for value in network.parameters())
+            for length in INPUT_TOKENS:
+                case = {"backbone": architecture.name, "num_parameters": num_parameters, "input_tokens": length}
+                result.cases.append({**case, "ms": measure(network, length, 10 if is_short else 50)})
+            del network
+    finally:
+        torch.set_num_threads(num_threads)
     return result
 
 

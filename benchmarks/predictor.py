@@ -29,6 +29,8 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.record import Record, deliver, say
+from pipeline.target import load_tokenizer
+from serving_plugin.bench.metrics import paired_ratio
 from serving_plugin.bench.systems import detect_hardware, executable, free_ports
 from serving_plugin.bench.workloads import read_pairs
 from serving_plugin.control.launcher import Device, InstancePlan, base_url, build_instance_command
@@ -133,20 +135,16 @@ class PredictorResult(Record):
         yield table
 
     def change(self, setting: str) -> str:
-        """Mean latency against `none`: ratio of means in each round, 95 % bootstrap bounds over the rounds."""
+        """Mean latency against `none`: mean over the rounds of the ratio of means, with 95 % bounds."""
         means = {(row["setting"], row["round"]): float(np.mean(row["latency_ms"])) for row in self.co_running}
-        ratios = [
-            means[setting, number] / means["none", number]
-            for name, number in means
-            if name == setting and ("none", number) in means
-        ]
-        if setting == "none" or not ratios:
+        rounds = [number for name, number in means if name == setting and ("none", number) in means]
+        if setting == "none" or not rounds:
             return "-"
-        rng = np.random.default_rng(0)
-        draws = rng.choice(ratios, (2000, len(ratios))).mean(axis=1)
-        low, high = np.percentile(draws, [2.5, 97.5])
-        bounds = f" [{low - 1:+.1%}, {high - 1:+.1%}]" if len(ratios) > 1 else ""
-        return f"{np.mean(ratios) - 1:+.1%}{bounds}"
+        found = paired_ratio([means[setting, i] for i in rounds], [means["none", i] for i in rounds])
+        assert found is not None  # a prefill takes time
+        if found.lower_95 is None or found.upper_95 is None:
+            return f"{found.mean - 1:+.1%}"
+        return f"{found.mean - 1:+.1%} [{found.lower_95 - 1:+.1%}, {found.upper_95 - 1:+.1%}]"
 
 
 def run(model: Path, source: str, is_short: bool) -> PredictorResult:
@@ -228,7 +226,7 @@ async def measure_latency(
 ) -> list[dict[str, Any]]:
     """Forecast and prefill of the same prompts, one after the other, both on `core`."""
     rows = []
-    tokenizer = _target_tokenizer(model)
+    tokenizer = load_tokenizer(str(model))
     with _instance(Setting("none", None, False), model, (core,)) as url:
         async with aiohttp.ClientSession() as session:
             for length in extent.prompt_tokens:
@@ -258,7 +256,7 @@ def prompts_of_length(texts: Sequence[str], tokenizer: Any, num_tokens: int, cou
     a token or two)."""
     found = []
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) >= num_tokens:
             found.append(tokenizer.decode(ids[:num_tokens]))
             if len(found) == count:
@@ -273,11 +271,11 @@ async def measure_co_running(
     setting: Setting, model: Path, texts: Sequence[str], extent: Extent, cores: Sequence[int]
 ) -> dict[str, Any]:
     """Prefill legs at Poisson arrivals on one instance, the same requests for every setting."""
-    tokenizer = _target_tokenizer(model)
+    tokenizer = load_tokenizer(str(model))
     rng = random.Random(1)
     prompts = []
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if 8 <= len(ids) <= 512:
             prompts.append(text)
         if len(prompts) == extent.num_requests:
@@ -356,12 +354,6 @@ def _instance(setting: Setting, model: Path, cores: tuple[int, ...]) -> Iterator
         yield url
     finally:
         stop_all([child])
-
-
-def _target_tokenizer(model: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(model / "tokenizer.json"))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ be worth its cost.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,11 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.record import Record, deliver, say
+from pipeline.files import read_json_lines
 from pipeline.label import LABELLED_FOLDER
 from pipeline.lexical import lexical_table
 from pipeline.prepare import PREPARED_FOLDER
+from pipeline.target import load_tokenizer
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.predictor.evaluation.bootstrap import paired_gain
@@ -87,7 +88,7 @@ def run(model: Path, source: str, is_short: bool) -> RefreshResult:
     if any(row.source != "recorded" for row in (*fit_rows[:1], *test_rows[:1])):
         raise ConfigurationError("this benchmark reads the recorded replies' text: set label.source to recorded")
     replies = _replies(("calibration", "test"))
-    tokenizer = _tokenizer(model)
+    tokenizer = load_tokenizer(str(model))
     result = RefreshResult(
         model=f"{predictor.resolved.name} version {predictor.resolved.version}",
         num_fit_rows=len(fit_rows),
@@ -97,7 +98,7 @@ def run(model: Path, source: str, is_short: bool) -> RefreshResult:
     held = {}
     for name, rows in (("fit", fit_rows), ("test", test_rows)):
         forecasts = predictor.to_forecasts(predictor.conversation_probabilities(rows))
-        texts = [tokenizer.encode(replies[row.id], add_special_tokens=False).ids for row in rows]
+        texts = [tokenizer.encode(replies[row.id], add_special_tokens=False) for row in rows]
         held[name] = (rows, forecasts, texts)
     for tokens_out in MOMENTS_TOKENS:
         say(f"{tokens_out} tokens out")
@@ -177,17 +178,9 @@ def _figures(levels: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
 
 def _replies(splits: Sequence[str]) -> dict[str, str]:
     """Row id -> text of the recorded reply."""
-    texts = {}
-    for name in splits:
-        with (PREPARED_FOLDER / f"{name}.jsonl").open(encoding="utf-8") as lines:
-            for line in lines:
-                chat = json.loads(line)
-                for turn in chat["replies"]:
-                    texts[f"{chat['root_id']}:{turn}"] = chat["messages"][turn]["content"]
-    return texts
-
-
-def _tokenizer(model: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(model / "tokenizer.json"))
+    return {
+        f"{chat['root_id']}:{turn}": chat["messages"][turn]["content"]
+        for name in splits
+        for chat in read_json_lines(PREPARED_FOLDER / f"{name}.jsonl", "prepare")
+        for turn in chat["replies"]
+    }

@@ -104,9 +104,21 @@ def test_benchmarks_are_listed():
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))
-def test_every_benchmark_can_be_loaded_run_and_delivered(name):
+def test_every_benchmark_can_be_loaded(name):
     module = BENCHMARKS[name][1]()
     assert callable(module.run) and callable(module.deliver)
+
+
+def test_a_short_benchmark_leaves_its_record_and_a_page(tmp_path):
+    record, page = tmp_path / "record.json", tmp_path / "page.html"
+    arguments = ["backbones", "--short", "--json", str(record), "--report", str(page)]
+    outcome = CliRunner().invoke(benchmarks_app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    content = json.loads(record.read_text())
+    assert {"command", "started", "machine", "versions"} < set(content)
+    assert {case["backbone"] for case in content["cases"]} == {"tiny-opt", "MiniLM-L6 (22 M)"}
+    assert all(ms > 0 for case in content["cases"] for ms in case["ms"])
+    assert "MiniLM-L6" in page.read_text()
 
 
 def test_an_unknown_benchmark_is_one_line_and_exit_code_2():
