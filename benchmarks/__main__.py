@@ -37,6 +37,12 @@ def _losses() -> ModuleType:
     return losses
 
 
+def _transfer() -> ModuleType:
+    from benchmarks import transfer
+
+    return transfer
+
+
 def _backbones() -> ModuleType:
     from benchmarks import backbones
 
@@ -49,6 +55,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
     "predictor": ("what a length forecast costs, alone and beside a prefill instance (figure 17)", _predictor),
     "refresh": ("what the first output tokens tell of a reply's length, offline", _refresh),
     "losses": ("what each option of the predictor's training adds, on the validation split", _losses),
+    "transfer": ("a predictor used for another model's replies than it was trained on, both ways", _transfer),
     "backbones": ("what a forecast costs by the size of the backbone", _backbones),
 }
 

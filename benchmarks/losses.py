@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"label_smoothing_tokens": 0.0, "expected_value_weight": 0.0, "ranking_weight": 0.0}
     },
     "no warm-up of the head": {"train": {"head_epochs": 0}},
+    "head dropout 0.1": {"train": {"head_dropout": 0.1}},
     "no lengths as features": {"train": {"use_features": False}},
     "last message only": {"input": {"opening_tokens": 0, "reply_tokens": 0}, "train": {"use_features": False}},
 }

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _PACKAGE = "package:"
+# Random numbers for attention's dropout and the slower kernel that it needs are a tenth of a training step on a CPU,
+# and gain nothing (MiniLM, 4,000 rows, 2 epochs, validation: NLL 2.502 without, 2.504 with). Other dropout stays.
+_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 def find_backbone(name: str, scratch: Path, texts: Iterable[str], seed: int) -> str:
@@ -74,7 +77,8 @@ def load_backbone(path: str) -> Any:
         config = AutoConfig.from_pretrained(path)
         # BERT's pooling layer is trained for another task, and would be one more thing to export
         without_pooler = {"add_pooling_layer": False} if config.model_type in ("bert", "roberta") else {}
-        model = AutoModel.from_pretrained(path, dtype=torch.float32, **without_pooler)
+        without_dropout = {name: 0.0 for name in _ATTENTION_DROPOUT if hasattr(config, name)}
+        model = AutoModel.from_pretrained(path, dtype=torch.float32, **without_pooler, **without_dropout)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"no backbone at {path!r} ({_first_line(error)}); correct train.backbone") from None
     if model.config.pad_token_id is None:

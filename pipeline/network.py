@@ -22,7 +22,6 @@ BACKBONE_FOLDER = "backbone"
 HEAD_FILE = "head.safetensors"
 FEATURE_WIDTH = 64
 HEAD_WIDTH = 256
-DROPOUT = 0.1
 MAX_DEVIATIONS = 5.0  # of a feature from its mean: what lies beyond is an outlier
 
 
@@ -32,10 +31,10 @@ class LengthNetwork(nn.Module):
 
     An encoder's states are averaged over the tokens; of a causal backbone the last token's state is taken, found by the
     attention mask, never by a padding id. Features are standardised by the training rows' mean and deviation.
-    `use_features` False: the features are read and have no effect.
+    `use_features` False: the features are read and have no effect. `head_dropout` counts in training only.
     """
 
-    def __init__(self, backbone: Any, num_buckets: int, use_features: bool) -> None:
+    def __init__(self, backbone: Any, num_buckets: int, use_features: bool, head_dropout: float = 0.0) -> None:
         super().__init__()
         self.backbone = backbone
         config = backbone.config
@@ -45,10 +44,10 @@ class LengthNetwork(nn.Module):
             nn.Linear(NUM_FEATURES, FEATURE_WIDTH), nn.GELU(), nn.Linear(FEATURE_WIDTH, FEATURE_WIDTH), nn.GELU()
         )
         self.head = nn.Sequential(
-            nn.Dropout(DROPOUT),
+            nn.Dropout(head_dropout),
             nn.Linear(width + FEATURE_WIDTH, HEAD_WIDTH),
             nn.GELU(),
-            nn.Dropout(DROPOUT),
+            nn.Dropout(head_dropout),
             nn.Linear(HEAD_WIDTH, num_buckets),
         )
         self.feature_scale: torch.Tensor
@@ -113,9 +112,9 @@ def is_causal(config: Any) -> bool:
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
-def new_network(path: str, num_buckets: int, use_features: bool) -> LengthNetwork:
+def new_network(path: str, num_buckets: int, use_features: bool, head_dropout: float = 0.0) -> LengthNetwork:
     """A pretrained backbone under a fresh head (its weights come from torch's global seed)."""
-    return LengthNetwork(load_backbone(path), num_buckets, use_features)
+    return LengthNetwork(load_backbone(path), num_buckets, use_features, head_dropout)
 
 
 def load_network(checkpoint: Path, num_buckets: int) -> LengthNetwork:

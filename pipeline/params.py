@@ -152,7 +152,7 @@ class TrainParams:
 
     The loss is cross-entropy over buckets of `fine_granularity_tokens`, with `label_smoothing_tokens` 0 and both
     weights 0 the paper's. The head is trained alone for `head_epochs` first. `use_features` gives the lengths of the
-    conversation so far to the head as numbers.
+    conversation so far to the head as numbers. `head_dropout` matters: a few thousand replies are soon learnt by heart.
     `dtype` is that of the arithmetic (autocast); weights stay float32.
     """
 
@@ -162,6 +162,7 @@ class TrainParams:
     learning_rate: Annotated[float, Within(0, 1)]
     head_epochs: Annotated[int, Within(0)]
     head_learning_rate: Annotated[float, Within(0, 1)]
+    head_dropout: Annotated[float, Within(0, 0.9)]
     weight_decay: Annotated[float, Within(0, 1)]
     warmup_share: Annotated[float, Within(0, 1)]
     fine_granularity_tokens: Annotated[int, OneOf(25, 50, 100, 200, 400)]

@@ -92,7 +92,7 @@ def fit(
     encoder = ConversationEncoder(load_tokenizer(path), InputRule(**params.to_plain()["input"]))
     edges = edges_up_to(params.label.max_length_tokens, settings.fine_granularity_tokens)
     set_seed(params.seed)  # the head is drawn here
-    network = new_network(path, len(edges) - 1, settings.use_features)
+    network = new_network(path, len(edges) - 1, settings.use_features, settings.head_dropout)
     spec = make_spec(params, encoder, edges, rows, network.backbone.config)
     examples = to_examples(rows, encoder)
     network.start_from(
@@ -327,7 +327,7 @@ def _run_trainer(
         compute_loss_func=_loss(settings, spec),
         compute_metrics=_validation_metrics(spec),
         callbacks=[EarlyStoppingCallback(PATIENCE_EPOCHS)],
-        optimizers=(torch.optim.AdamW(_parameter_groups(network, settings)), None),
+        optimizers=(torch.optim.AdamW(_parameter_groups(network, settings), fused=True), None),
     )
     trainer.train()
 

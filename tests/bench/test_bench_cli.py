@@ -100,7 +100,7 @@ def test_benchmarks_are_listed():
     outcome = CliRunner().invoke(benchmarks_app, ["--list"])
     assert outcome.exit_code == 0
     listed = [line.split()[0] for line in outcome.output.splitlines()]
-    assert listed == list(BENCHMARKS) == ["serve", "predictor", "refresh", "losses", "backbones"]
+    assert listed == list(BENCHMARKS) == ["serve", "predictor", "refresh", "losses", "transfer", "backbones"]
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel, LlamaConfig, OPTConfig, OPTModel
 
+from pipeline.backbone import load_backbone
 from pipeline.network import (
     HEAD_FILE,
     MAX_DEVIATIONS,
@@ -99,6 +100,27 @@ def test_of_a_causal_backbone_the_last_real_token_counts() -> None:
             alone = network.backbone(input_ids=torch.tensor([row])).last_hidden_state
             expected = head_of(network, alone[:, -1], batch["features"][i : i + 1])
             torch.testing.assert_close(found[i : i + 1], expected, atol=1e-5, rtol=0)
+
+
+def test_a_loaded_backbone_drops_no_attention_and_keeps_its_other_dropout(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path)
+    loaded = load_backbone(str(tmp_path)).train()
+    rates = {name: module.p for name, module in loaded.named_modules() if isinstance(module, torch.nn.Dropout)}
+    assert {rate for name, rate in rates.items() if "attention.self" in name} <= {0.0}
+    assert {rate for name, rate in rates.items() if "attention.self" not in name} == {0.1}
+    assert loaded.config.attention_probs_dropout_prob == 0.0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_head_dropout_acts_in_training_alone(rate: float) -> None:
+    network = LengthNetwork(bert(), NUM_BUCKETS, True, rate)
+    batch = inputs(*ROWS)
+    pooled = network.eval().pooled(batch["input_ids"], batch["attention_mask"])
+    served = [network.logits_of(pooled, batch["features"]) for _ in range(2)]
+    network.head.train()
+    trained = [network.logits_of(pooled, batch["features"]) for _ in range(2)]
+    assert torch.equal(*served)
+    assert torch.equal(*trained) == (rate == 0.0)
 
 
 def test_the_last_token_is_found_by_the_mask_even_if_it_is_the_padding_id() -> None:
