@@ -13,7 +13,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +56,15 @@ def train(params: Params, labelled: Path, checkpoint: Path, tracking_uri: str) -
     with tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=".training-") as name:
         with tracked_run(tracking_uri, name=f"{params.profile}-seed{params.seed}") as run_id:
             fitted = fit(params, rows, validation_rows, Path(name), is_tracked=True)
+        spec = replace(fitted.spec, split=split_name(params, read_rows(labelled / "test.jsonl")))
         out = Path(name) / "checkpoint"
         out.mkdir()
-        fitted.save(out)
+        replace(fitted, spec=spec).save(out)
         save_run_id(out, run_id)
         if checkpoint.exists():
             shutil.rmtree(checkpoint)
         out.replace(checkpoint)
-    return fitted.spec
+    return spec
 
 
 def fit(
@@ -173,16 +174,20 @@ def make_spec(
         feature_names=FEATURE_NAMES,
         pad_token_id=int(config.pad_token_id),
         source=sources.pop() if len(sources) == 1 else "mixed",
-        split=split_name(params),
         train_counts=tuple(counts.tolist()),
         calibration=identity(),
     )
 
 
-def split_name(params: Params) -> str:
-    """How conversations are dealt out, as far as the settings decide it: seed and shares."""
+def split_name(params: Params, test_rows: Sequence[LabelledRow]) -> str:
+    """How conversations are dealt out, for the eye, and a digest of those held out, which decides.
+
+    Settings alone do not: a source that has grown may join two groups of near-duplicates and move one of them.
+    """
     shares = ", ".join(f"{name} {share:g}" for name, share in params.prepare.shares.as_dict().items())
-    return f"seed {params.prepare.split_seed}: {shares}"
+    roots = sorted({row.root_id for row in test_rows})
+    digest = hashlib.sha256("\x00".join(roots).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"seed {params.prepare.split_seed}: {shares}; {len(roots)} test conversations {digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +335,7 @@ def _run_trainer(
         optimizers=(torch.optim.AdamW(_parameter_groups(network, settings), fused=True), None),
     )
     trainer.train()
+    trainer.accelerator.unwrap_model(network, keep_fp32_wrapper=False)  # forecasts in float32, as served
 
 
 def _parameter_groups(network: LengthNetwork, settings: TrainParams) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from serving_plugin.predictor.calibration import group_of
 from serving_plugin.predictor.conversation import Message
 from serving_plugin.predictor.encoding import ConversationEncoder, EncodedConversation, pad_batch
 from serving_plugin.predictor.registry import ResolvedModel, resolve_model
-from serving_plugin.predictor.spec import MODEL_FILE, TOKENIZER_FILE, PredictorSpec
+from serving_plugin.predictor.spec import MODEL_FILE, SPEC_FILE, TOKENIZER_FILE, PredictorSpec
 from serving_plugin.predictor.target import same_target
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ class LengthPredictor:
         spec = PredictorSpec.load(folder)
         encoder = ConversationEncoder.from_file(folder / TOKENIZER_FILE, spec.input)
         session = open_session(folder / MODEL_FILE, num_threads)
+        width = session.get_outputs()[0].shape[-1]
+        if isinstance(width, int) and width != spec.num_buckets:
+            raise ConfigurationError(
+                f"{folder / MODEL_FILE} has {width} buckets, {SPEC_FILE} {spec.num_buckets}: not of one model; "
+                f"run `dvc repro`"
+            )
         predictor = cls(session, encoder, spec, resolved, batch_size)
         logger.info(
             "length predictor %s version %s (target %s) runs on %s",

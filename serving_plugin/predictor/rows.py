@@ -20,6 +20,8 @@ from typing import Any
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.conversation import Message, messages_of
 
+MAX_OUTPUT_TOKENS = 10_000_000  # beyond it a file is damaged, or no longer in tokens
+
 
 @dataclass(frozen=True, slots=True)
 class LabelledRow:
@@ -58,6 +60,8 @@ def read_rows(path: Path) -> list[LabelledRow]:
         raise ConfigurationError(
             f"labelled data {path} cannot be read ({error.strerror}); run `dvc repro label`"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"labelled data {path} is no UTF-8 text ({error}); run `dvc repro label`") from None
     rows = [row for number, line in enumerate(lines, start=1) if line.strip() for row in _parse(line, path, number)]
     if not rows:
         raise ConfigurationError(f"{path} holds no rows; run `dvc repro label` with more conversations")
@@ -73,9 +77,10 @@ def _parse(line: str, path: Path, number: int) -> Iterator[LabelledRow]:
     except (TypeError, ValueError, OverflowError, AttributeError) as error:  # int(Infinity) overflows
         raise ConfigurationError(f"{path}:{number}: not a labelled row ({error}); run `dvc repro label`") from None
     for row in rows:
-        if row.output_tokens < 0:
+        if not 0 <= row.output_tokens <= MAX_OUTPUT_TOKENS:
             raise ConfigurationError(
-                f"{path}:{number}: output_tokens {row.output_tokens} is negative; run `dvc repro label`"
+                f"{path}:{number}: output_tokens {row.output_tokens} is not from 0 to {MAX_OUTPUT_TOKENS}; "
+                f"run `dvc repro label`"
             )
         yield row
 
@@ -92,7 +97,7 @@ def _conversation(content: Mapping[str, Any]) -> Iterator[LabelledRow]:
             source=str(content["source"]),
             messages=messages[:turn],
             output_tokens=int(reply["output_tokens"]),
-            censored=bool(reply["censored"]),
+            censored=_truth(reply["censored"]),
         )
 
 
@@ -104,5 +109,11 @@ def _single_prompt(content: Mapping[str, Any]) -> Iterator[LabelledRow]:
         source=str(content.get("source", "given")),
         messages=(Message("user", str(content["prompt"])),),
         output_tokens=int(content["output_tokens"]),
-        censored=bool(content.get("censored", False)),
+        censored=_truth(content.get("censored", False)),
     )
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, bool):  # "false" would be true
+        raise ValueError(f"censored is {value!r}, expected true or false")
+    return value

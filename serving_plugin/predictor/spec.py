@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,15 @@ class PredictorSpec:
         """
         path = folder / SPEC_FILE
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
         except OSError:
             raise ConfigurationError(
                 f"{folder} is no predictor folder ({SPEC_FILE} is missing); run `dvc repro`"
             ) from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # not JSON, or not even UTF-8
             raise ConfigurationError(f"{path} is not JSON ({error}); run `dvc repro`") from None
+        if not isinstance(content, dict):
+            raise ConfigurationError(f"{path} holds no JSON object; run `dvc repro`")
         if content.get("format") != FORMAT:
             raise ConfigurationError(
                 f"{path} has format {content.get('format')!r}, this version reads {FORMAT}; run `dvc repro`"
@@ -102,6 +106,7 @@ class PredictorSpec:
             values["calibration"] = Recalibration.from_json(values["calibration"])
             target = values["target_calibration"]
             values["target_calibration"] = None if target is None else Recalibration.from_json(target)
+            _check(values)
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{path} cannot be used ({error}); run `dvc repro`") from None
         if values["feature_names"] != FEATURE_NAMES:
@@ -109,3 +114,18 @@ class PredictorSpec:
                 f"{path} was trained on other conversation features than this version computes; run `dvc repro`"
             )
         return cls(**values)
+
+
+def _check(values: dict[str, Any]) -> None:
+    edges, counts = values["edges_tokens"], values["train_counts"]
+    rising = all(low < high for low, high in pairwise(edges))
+    if len(edges) < 2 or edges[0] != 0 or not rising or not all(isinstance(edge, int) for edge in edges):
+        raise ValueError(f"edges_tokens {edges} are not whole numbers that rise from 0")
+    if len(counts) != len(edges) - 1 or min(counts) < 0 or sum(counts) <= 0:
+        raise ValueError(f"train_counts {counts} are no rows of {len(edges) - 1} buckets")
+    for name in ("granularity_tokens", "pad_token_id"):
+        if not isinstance(values[name], int) or values[name] < (name == "granularity_tokens"):
+            raise ValueError(f"{name} is {values[name]!r}")
+    for recalibration in (values["calibration"], values["target_calibration"]):
+        if recalibration is not None and not 0 < recalibration.temperature < math.inf:
+            raise ValueError(f"temperature is {recalibration.temperature}, must be above 0")

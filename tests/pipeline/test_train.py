@@ -23,6 +23,7 @@ from pipeline.train import (
     edges_up_to,
     fine_buckets,
     fit,
+    split_name,
     train,
     training_rows,
 )
@@ -91,6 +92,27 @@ def test_the_collator_pads_and_keeps_lengths_with_their_censoring() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["features"].tolist() == [list(features)] * 2
     assert batch["labels"].tolist() == [[120, 0], [99, 1]]
+
+
+def test_a_split_is_known_by_the_conversations_held_out(trained: Any) -> None:
+    rows = turns(20, 2)
+    name = split_name(trained.params, rows)
+    assert split_name(trained.params, rows[::-1]) == name
+    assert split_name(trained.params, rows[2:]) != name  # a conversation has moved; the settings are the same
+    assert name.startswith("seed 0: train ") and "; 20 test conversations " in name
+    held_out = read_rows(trained.labelled / "test.jsonl")
+    assert PredictorSpec.load(trained.checkpoint).split == split_name(trained.params, held_out)
+
+
+def test_a_fitted_network_forecasts_in_float32(make_tiny_params: Any, tmp_path: Path) -> None:
+    from pipeline.checkpoint import Checkpoint
+
+    params = make_tiny_params(epochs=0.1, dtype="bfloat16")
+    fitted = fit(params, chats(20, 1), chats(10, 2), tmp_path)
+    fitted.save(tmp_path)
+    rows = chats(10, 3)
+    reloaded = Checkpoint.load(tmp_path).probabilities(rows)
+    np.testing.assert_allclose(fitted.probabilities(rows), reloaded, atol=1e-6)
 
 
 def test_every_parameter_learns_once_at_its_own_rate(trained: Any) -> None:

@@ -81,10 +81,13 @@ def without(key: str) -> dict[str, Any]:
         ({"id": "a"}, "the row lacks 'root_id'"),
         ({"id": "a", "prompt": "p"}, "the row lacks 'output_tokens'"),
         ({"prompt": "p", "output_tokens": 1}, "the row lacks 'id'"),
-        ({"id": "a", "prompt": "p", "output_tokens": -1}, "output_tokens -1 is negative"),
+        ({"id": "a", "prompt": "p", "output_tokens": -1}, "output_tokens -1 is not from 0 to"),
         ({"id": "a", "prompt": "p", "output_tokens": None}, "not a labelled row"),
         ('{"id": "a", "prompt": "p", "output_tokens": NaN}', "not a labelled row"),
         ('{"id": "a", "prompt": "p", "output_tokens": Infinity}', "not a labelled row"),
+        ({"id": "a", "prompt": "p", "output_tokens": 1e30}, "is not from 0 to"),
+        ({"id": "a", "prompt": "p", "output_tokens": 1, "censored": "false"}, "censored is 'false', expected true or"),
+        (with_reply(censored=1), "censored is 1, expected true or false"),
         (without("root_id"), "the row lacks 'root_id'"),
         (without("source"), "the row lacks 'source'"),
         (without("messages"), "the row lacks 'messages'"),
@@ -96,7 +99,7 @@ def without(key: str) -> dict[str, Any]:
         (with_reply(turn=0), "turn 0 is outside the 4 messages"),
         (with_reply(turn=5), "turn 5 is outside the 4 messages"),
         (with_reply(turn="x"), "not a labelled row"),
-        (with_reply(output_tokens=-3), "output_tokens -3 is negative"),
+        (with_reply(output_tokens=-3), "output_tokens -3 is not from 0 to"),
     ],
 )
 def test_bad_line_is_named_by_its_number(line: Any, message: str, tmp_path: Path) -> None:
@@ -116,3 +119,10 @@ def test_no_rows_at_all_is_an_error(line: Any, tmp_path: Path) -> None:
 def test_missing_file_names_the_stage(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none\.jsonl cannot be read .*dvc repro label"):
         read_rows(tmp_path / "none.jsonl")
+
+
+def test_what_is_no_text_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\x80\x81\n")
+    with pytest.raises(ConfigurationError, match=r"rows\.jsonl is no UTF-8 text .*dvc repro label"):
+        read_rows(path)

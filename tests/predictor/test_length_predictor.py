@@ -192,6 +192,16 @@ def change_spec(folder: Path, **changes: Any) -> None:
         (lambda folder: change_spec(folder, feature_names=["moon_phase"]), "other conversation features"),
         (lambda folder: change_spec(folder, input={"max_tokens": 24}), "cannot be used"),
         (lambda folder: change_spec(folder, calibration={"temperature": 1.0}), "cannot be used"),
+        (lambda folder: (folder / "predictor.json").write_text("[]"), "holds no JSON object"),
+        (lambda folder: (folder / "predictor.json").write_bytes(b"\x80"), "is not JSON"),
+        (lambda folder: change_spec(folder, edges_tokens=[0, 100, 50]), "that rise from 0"),
+        (lambda folder: change_spec(folder, edges_tokens=[0, 50]), "are no rows of 1 buckets"),
+        (
+            lambda folder: change_spec(folder, edges_tokens=[0, 50], train_counts=[5]),
+            "has 12 buckets, .* 1: not of one",
+        ),
+        (lambda folder: change_spec(folder, granularity_tokens="x"), "granularity_tokens is 'x'"),
+        (lambda folder: change_spec(folder, pad_token_id=None), "pad_token_id is None"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
     ],
 )
