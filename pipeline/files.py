@@ -52,13 +52,26 @@ def read_json_lines(path: Path, made_by: str) -> Iterator[dict[str, Any]]:
     """Rows of a stage's output.
 
     Raises:
-        ConfigurationError: the file is missing; names the stage that makes it.
+        ConfigurationError: the file is missing or has a damaged line; names the stage that makes it.
     """
     if not path.is_file():
         raise ConfigurationError(f"{path} is missing: run `dvc repro {made_by}` first")
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield _parse_row(line, f"{path}:{number}", made_by)
+
+
+def _parse_row(line: bytes, place: str, made_by: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+        if not isinstance(row, dict):
+            raise ValueError(f"a {type(row).__name__}, needs an object")
+    except ValueError as error:  # not UTF-8, or no JSON
+        # deleted, since `generate` carries on from what is there
+        raise ConfigurationError(
+            f"{place}: damaged line ({error}); delete the file and run `dvc repro {made_by}`"
+        ) from None
+    return row
 
 
 def progress(message: str) -> None:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipeline.files import SPLITS, progress, read_json_lines, run_stage, write_json, write_json_lines
@@ -139,11 +140,22 @@ def run(
     generated: Path = GENERATED_FOLDER,
     folder: Path = LABELLED_FOLDER,
 ) -> dict[str, Any]:
-    """Run the stage.
+    """Run the stage; a refusal leaves `folder` as it was.
 
     Raises:
         ConfigurationError: a split that has a share is left without rows.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        report = _write_all(params, prepared, generated, Path(scratch))
+        folder.mkdir(exist_ok=True)
+        for path in Path(scratch).iterdir():
+            path.replace(folder / path.name)
+    return report
+
+
+def _write_all(params: Params, prepared: Path, generated: Path, folder: Path) -> dict[str, Any]:
+    """All files of the stage into an empty folder."""
     settings, dropped = params.label, Counter[str]()
     count = count_tokens(load_tokenizer(params.target.location)) if settings.source == "recorded" else None
     splits = {}

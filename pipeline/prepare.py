@@ -120,15 +120,15 @@ def prepare(params: PrepareParams, folder: Path = PREPARED_FOLDER) -> dict[str, 
     leaders = near_duplicate_groups(chats, params)
     shares, seed = params.shares.as_dict(), params.split_seed
     splits = [split_of(leader, seed, shares) for leader in leaders]
-    for name in SPLITS:
-        chosen = (chat for chat, split in zip(chats, splits, strict=True) if split == name)
-        write_json_lines(folder / f"{name}.jsonl", map(_row, chosen))
     empty = [name for name, share in shares.items() if share > 0 and name not in splits]
     if empty:
         raise ConfigurationError(
             f"no conversation fell into {', '.join(empty)} ({len(chats)} conversations in all): raise "
             f"prepare.max_conversations or give a larger prepare.source"
         )
+    for name in SPLITS:
+        chosen = (chat for chat, split in zip(chats, splits, strict=True) if split == name)
+        write_json_lines(folder / f"{name}.jsonl", map(_row, chosen))
     result = {
         **report.to_json(),
         "num_chats": len(chats),

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -201,10 +202,11 @@ def read_test_scores(path: Path, granularity_tokens: int) -> gate.RowScores:
     """What the evaluate stage left of the candidate, row by row.
 
     Raises:
-        ConfigurationError: no such file, or it lacks an array.
+        ConfigurationError: no such file, it is damaged, or it lacks an array.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # opened here, since NumPy leaves a damaged file open
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return gate.RowScores(
                 ids=tuple(map(str, arrays["ids"])),
                 roots=tuple(map(str, arrays["roots"])),
@@ -212,7 +214,7 @@ def read_test_scores(path: Path, granularity_tokens: int) -> gate.RowScores:
                 hits=arrays[f"hit_{granularity_tokens}"],
                 crps_tokens=arrays["crps_tokens"].astype(np.float64),
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigurationError(
             f"test predictions {path} cannot be used ({error}); run `dvc repro evaluate`"
         ) from None

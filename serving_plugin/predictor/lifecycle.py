@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.gate import Verdict
-from serving_plugin.predictor.registry import CHALLENGER_ALIAS, CHAMPION_ALIAS, require_store
+from serving_plugin.predictor.registry import CHALLENGER_ALIAS, CHAMPION_ALIAS, registry_client
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -69,29 +70,29 @@ def list_versions(name: str, store: str) -> list[ModelVersionInfo]:
     Raises:
         ConfigurationError: no such registry or model.
     """
-    client = _client(name, store)
-    aliases: dict[int, list[str]] = {}
-    for alias, version in _registered(client, name, store).aliases.items():  # version searches leave aliases out
-        aliases.setdefault(int(version), []).append(alias)
-    found = []
-    for version in client.search_model_versions(f"name = '{name}'"):
-        number, tags = int(version.version), version.tags
-        widths = sorted(int(match["width"]) for match in map(_MODAL_TAG.fullmatch, tags) if match)
-        width = widths[0] if widths else None
-        found.append(
-            ModelVersionInfo(
-                version=number,
-                aliases=tuple(sorted(aliases.get(number, ()))),
-                target_model=tags.get("target_model", ""),
-                granularity_tokens=width,
-                accuracy=_number(tags.get(f"accuracy_{width}")),
-                modal_accuracy=_number(tags.get(f"modal_accuracy_{width}")),
-                verdict=Verdict.from_json(tags.get(VERDICT_TAG, "")),
-                rolled_back=tags.get(ROLLED_BACK_TAG, ""),
-                created=_time(version.creation_timestamp / 1000),
+    with _client(name, store) as client:
+        aliases: dict[int, list[str]] = {}
+        for alias, version in _registered(client, name, store).aliases.items():  # version searches leave aliases out
+            aliases.setdefault(int(version), []).append(alias)
+        found = []
+        for version in client.search_model_versions(f"name = '{name}'"):
+            number, tags = int(version.version), version.tags
+            widths = sorted(int(match["width"]) for match in map(_MODAL_TAG.fullmatch, tags) if match)
+            width = widths[0] if widths else None
+            found.append(
+                ModelVersionInfo(
+                    version=number,
+                    aliases=tuple(sorted(aliases.get(number, ()))),
+                    target_model=tags.get("target_model", ""),
+                    granularity_tokens=width,
+                    accuracy=_number(tags.get(f"accuracy_{width}")),
+                    modal_accuracy=_number(tags.get(f"modal_accuracy_{width}")),
+                    verdict=Verdict.from_json(tags.get(VERDICT_TAG, "")),
+                    rolled_back=tags.get(ROLLED_BACK_TAG, ""),
+                    created=_time(version.creation_timestamp / 1000),
+                )
             )
-        )
-    return sorted(found, key=lambda info: -info.version)
+        return sorted(found, key=lambda info: -info.version)
 
 
 def current_champion(name: str, store: str, alias: str = CHAMPION_ALIAS) -> int | None:
@@ -100,8 +101,8 @@ def current_champion(name: str, store: str, alias: str = CHAMPION_ALIAS) -> int 
     Raises:
         ConfigurationError: no such registry.
     """
-    client = _client(name, store)
-    return _version_under(_find(client, name), alias)
+    with _client(name, store) as client:
+        return _version_under(_find(client, name), alias)
 
 
 def promote(name: str, version: int, store: str, reason: str, *, alias: str = CHAMPION_ALIAS) -> Move:
@@ -113,22 +114,22 @@ def promote(name: str, version: int, store: str, reason: str, *, alias: str = CH
     Raises:
         ConfigurationError: no such registry, model or version, or it is champion already.
     """
-    client = _client(name, store)
-    model = _registered(client, name, store)
-    versions = _versions(client, name)
-    if version not in versions:
-        raise ConfigurationError(_unknown_version(name, version, versions))
-    previous = _version_under(model, alias)
-    if previous == version:
-        raise ConfigurationError(
-            f"version {version} of {name} is already {alias}; `tetri models list` shows the others"
-        )
-    stack = _history(model, alias, previous)
-    # alias first: a crash in between leaves a move that the next one takes into the history
-    client.set_registered_model_alias(name, alias, str(version))
-    _write_history(client, name, alias, [*stack, _Entry(version, _time(), reason[:MAX_REASON_CHARS])])
-    _clear_marks(client, model, version)
-    return Move(name, version, previous, reason)
+    with _client(name, store) as client:
+        model = _registered(client, name, store)
+        versions = _versions(client, name)
+        if version not in versions:
+            raise ConfigurationError(_unknown_version(name, version, versions))
+        previous = _version_under(model, alias)
+        if previous == version:
+            raise ConfigurationError(
+                f"version {version} of {name} is already {alias}; `tetri models list` shows the others"
+            )
+        stack = _history(model, alias, previous)
+        # alias first: a crash in between leaves a move that the next one takes into the history
+        client.set_registered_model_alias(name, alias, str(version))
+        _write_history(client, name, alias, [*stack, _Entry(version, _time(), reason[:MAX_REASON_CHARS])])
+        _clear_marks(client, model, version)
+        return Move(name, version, previous, reason)
 
 
 def rollback(name: str, store: str, *, alias: str = CHAMPION_ALIAS) -> Move:
@@ -139,28 +140,28 @@ def rollback(name: str, store: str, *, alias: str = CHAMPION_ALIAS) -> Move:
     Raises:
         ConfigurationError: no such registry or model, or nobody was champion before.
     """
-    client = _client(name, store)
-    model = _registered(client, name, store)
-    current = _version_under(model, alias)
-    stack = _history(model, alias, current)
-    versions = _versions(client, name)
-    before = [entry for entry in (stack if current is None else stack[:-1]) if entry.version in versions]
-    while before and before[-1].version == current:  # of versions deleted in between
-        before.pop()
-    if not before:
-        raise ConfigurationError(
-            f"{name} has no {alias} before {'none' if current is None else f'version {current}'} to roll back to; "
-            "`tetri models promote VERSION` chooses one"
-        )
-    target = before[-1].version
-    reason = f"rollback from version {current}" if current is not None else "rollback"
-    # history first: with the alias first, a crash in between would read as a move by somebody else
-    _write_history(client, name, alias, before)
-    client.set_registered_model_alias(name, alias, str(target))
-    if current is not None:
-        client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, f"{_time()}, to version {target}")
-    _clear_marks(client, model, target)
-    return Move(name, target, current, reason)
+    with _client(name, store) as client:
+        model = _registered(client, name, store)
+        current = _version_under(model, alias)
+        stack = _history(model, alias, current)
+        versions = _versions(client, name)
+        before = [entry for entry in (stack if current is None else stack[:-1]) if entry.version in versions]
+        while before and before[-1].version == current:  # of versions deleted in between
+            before.pop()
+        if not before:
+            raise ConfigurationError(
+                f"{name} has no {alias} before {'none' if current is None else f'version {current}'} to roll back to; "
+                "`tetri models promote VERSION` chooses one"
+            )
+        target = before[-1].version
+        reason = f"rollback from version {current}" if current is not None else "rollback"
+        # history first: with the alias first, a crash in between would read as a move by somebody else
+        _write_history(client, name, alias, before)
+        client.set_registered_model_alias(name, alias, str(target))
+        if current is not None:
+            client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, f"{_time()}, to version {target}")
+        _clear_marks(client, model, target)
+        return Move(name, target, current, reason)
 
 
 def set_challenger(name: str, version: int, store: str) -> None:
@@ -169,11 +170,11 @@ def set_challenger(name: str, version: int, store: str) -> None:
     Raises:
         ConfigurationError: no such registry, model or version.
     """
-    client = _client(name, store)
-    versions = _versions(client, name)
-    if version not in versions:
-        raise ConfigurationError(_unknown_version(name, version, versions))
-    client.set_registered_model_alias(name, CHALLENGER_ALIAS, str(version))
+    with _client(name, store) as client:
+        versions = _versions(client, name)
+        if version not in versions:
+            raise ConfigurationError(_unknown_version(name, version, versions))
+        client.set_registered_model_alias(name, CHALLENGER_ALIAS, str(version))
 
 
 def history_tag(alias: str = CHAMPION_ALIAS) -> str:
@@ -181,11 +182,8 @@ def history_tag(alias: str = CHAMPION_ALIAS) -> str:
     return f"{alias}_history"
 
 
-def _client(name: str, store: str) -> MlflowClient:
-    require_store(store, f"model {name!r}")
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=store, registry_uri=store)
+def _client(name: str, store: str) -> AbstractContextManager[MlflowClient]:
+    return registry_client(store, f"model {name!r}")
 
 
 def _find(client: MlflowClient, name: str) -> RegisteredModel | None:
@@ -195,8 +193,7 @@ def _find(client: MlflowClient, name: str) -> RegisteredModel | None:
         return client.get_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            reason = str(error).splitlines()[0]
-            raise ConfigurationError(f"the registry does not answer for {name!r}: {reason}") from None
+            raise
         return None
 
 

@@ -13,6 +13,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +35,7 @@ CHILD_TIMEOUT_S = 180.0
 
 _SCHEME = "models:/"
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_NOT_FOUND = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the second for an alias
 _CURE = (
     "run `dvc repro` (`dvc repro -f register` if it ran before), promote a version (`tetri models list`), "
     "or give a predictor folder"
@@ -56,10 +59,16 @@ def default_tracking_uri() -> str:
 
 
 def quiet_mlflow() -> None:
-    """Before MLflow is imported: no telemetry, and no line per database migration."""
+    """Before MLflow is imported: no telemetry, no line per database migration or retry, no minutes of waiting.
+
+    By itself MLflow waits 120 s for an answer and asks 7 times more, up to 2 minutes apart.
+    """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
@@ -80,11 +89,32 @@ def require_store(store: str, wanted: str) -> None:
     quiet_mlflow()
 
 
+@contextmanager
+def registry_client(store: str, wanted: str) -> Iterator[MlflowClient]:
+    """A client of a registry; what fails inside of the block becomes one line.
+
+    Raises:
+        ConfigurationError: no such registry, it is none, or it does not answer.
+    """
+    require_store(store, wanted)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield MlflowClient(tracking_uri=store, registry_uri=store)
+    except (MlflowException, SQLAlchemyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"registry {store} does not serve {wanted} ({reason}); check --tracking-uri or MLFLOW_TRACKING_URI"
+        ) from None
+
+
 def resolve_model(uri: str, tracking_uri: str | None = None) -> ResolvedModel:
     """Find a predictor in this process.
 
     Raises:
-        ConfigurationError: no such registry, model, alias, version or folder.
+        ConfigurationError: no such registry, model, alias, version or folder, or the registry does not answer.
     """
     if not uri.startswith(_SCHEME):
         return _resolve_folder(uri)
@@ -94,8 +124,8 @@ def resolve_model(uri: str, tracking_uri: str | None = None) -> ResolvedModel:
             f"model URI {uri!r} is neither models:/NAME@ALIAS nor models:/NAME/VERSION nor a folder"
         )
     store = tracking_uri or default_tracking_uri()
-    require_store(store, uri)
-    return _resolve_registered(uri, match["name"], match["alias"], match["version"], store)
+    with registry_client(store, uri) as client:
+        return _resolve_registered(client, uri, match["name"], match["alias"], match["version"], store)
 
 
 def resolve_model_in_child(uri: str, tracking_uri: str | None = None) -> ResolvedModel:
@@ -131,11 +161,12 @@ def _resolve_folder(uri: str) -> ResolvedModel:
     return ResolvedModel(str(folder.resolve()), folder.resolve().name, "", spec.target_model, uri)
 
 
-def _resolve_registered(uri: str, name: str, alias: str | None, version: str | None, store: str) -> ResolvedModel:
-    from mlflow import MlflowClient, artifacts
+def _resolve_registered(
+    client: MlflowClient, uri: str, name: str, alias: str | None, version: str | None, store: str
+) -> ResolvedModel:
+    from mlflow import artifacts
     from mlflow.exceptions import MlflowException
 
-    client = MlflowClient(tracking_uri=store, registry_uri=store)
     try:
         if alias is not None:
             found = client.get_model_version_by_alias(name, alias)
@@ -148,6 +179,8 @@ def _resolve_registered(uri: str, name: str, alias: str | None, version: str | N
         if folder is None:
             folder = Path(artifacts.download_artifacts(artifact_uri=recorded, tracking_uri=store))
     except MlflowException as error:
+        if error.error_code not in _NOT_FOUND:
+            raise
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"registry {store} has no {uri} ({reason}); {_CURE}") from None
     except OSError as error:

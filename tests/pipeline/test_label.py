@@ -190,3 +190,25 @@ def test_a_split_without_rows_and_missing_input_name_the_cure(tmp_path: Path, ta
     write_json_lines(tmp_path / "generated/replies.jsonl", [reply_row("train0", 5)])
     with pytest.raises(ConfigurationError, match=r"no labelled row in validation, calibration, test .*raise generate"):
         run(params, tmp_path / "prepared", tmp_path / "generated", tmp_path / "labelled")
+    assert {path.name for path in tmp_path.iterdir()} == {"prepared", "generated"}
+
+
+def test_a_refusal_leaves_the_old_files(tmp_path: Path, target: Path) -> None:
+    def label() -> dict[str, bytes]:
+        run(params, tmp_path / "prepared", tmp_path / "generated", tmp_path / "labelled")
+        return contents()
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "labelled").iterdir()}
+
+    params = params_for(target, source="generated")
+    write_prepared(tmp_path / "prepared")
+    write_json_lines(tmp_path / "generated/replies.jsonl", [reply_row(f"{split}0", 5) for split in SPLITS])
+    before = label()
+    assert len(before) == len(SPLITS) + 3
+    write_json_lines(tmp_path / "generated/replies.jsonl", [reply_row("train0", 6)])
+    with pytest.raises(ConfigurationError, match="no labelled row"):
+        label()
+    assert contents() == before
+    write_json_lines(tmp_path / "generated/replies.jsonl", [reply_row(f"{split}0", 6) for split in SPLITS])
+    assert label() != before

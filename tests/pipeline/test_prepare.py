@@ -250,9 +250,20 @@ def test_at_most_max_conversations_the_first_ones(tmp_path: Path) -> None:
     assert set(home_of(tmp_path / "out")) == {f"root{i}" for i in range(100)}
 
 
-def test_an_empty_split_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
+def test_an_empty_split_is_an_error_that_names_the_cure_and_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"raise prepare.max_conversations"):
         prepare(settings(source_of(tmp_path, numbered(1))), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", [b'{"root_id": "a"', b"5", b"", b'{"root_id": "\xff"}'])
+def test_a_damaged_line_names_its_place_and_the_cure(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"root_id": "a"}\n' + line + b"\n")
+    rows = read_json_lines(path, "prepare")
+    assert next(rows) == {"root_id": "a"}
+    with pytest.raises(ConfigurationError, match=r"^[^\n]*train.jsonl:2: [^\n]*delete [^\n]*dvc repro prepare`$"):
+        next(rows)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +276,15 @@ def test_a_bad_source_is_one_clear_error(tmp_path: Path, content: str, words: st
         prepare(settings(tmp_path / "f.json"), tmp_path / "out")
 
 
+def test_a_split_is_the_same_in_every_version(tmp_path: Path) -> None:
+    prepare(settings(source_of(tmp_path, numbered(24))), tmp_path / "out")
+    others = {7: "test", 14: "validation", 16: "validation", 17: "validation", 23: "calibration"}
+    assert home_of(tmp_path / "out") == {f"root{i}": others.get(i, "train") for i in range(24)}
+
+
 @given(root_id=st.text(min_size=1), seed=st.integers(0, 2**32))
-def test_a_split_depends_on_root_and_seed_alone(root_id: str, seed: int) -> None:
+def test_a_split_without_a_share_gets_nothing(root_id: str, seed: int) -> None:
     root_id = root_id.encode("utf-8", "replace").decode()
-    assert split_of(root_id, seed, SHARES.as_dict()) == split_of(root_id, seed, SHARES.as_dict())
     assert split_of(root_id, seed, {"train": 0.0, "validation": 0.0, "calibration": 0.0, "test": 1.0}) == "test"
 
 

@@ -292,7 +292,12 @@ def test_scores_of_other_rows_are_refused(workplace: Workplace) -> None:
     workplace.rows.write_text(workplace.rows.read_text().replace('"c7"', '"d7"'))
     with pytest.raises(ConfigurationError, match=r"scores 3 rows that .*test.jsonl does not have \(c7:1, ...\)"):
         workplace.register(other)
-    (workplace.root / "test_predictions.npz").unlink()
+    predictions = workplace.root / "test_predictions.npz"
+    for damaged in (predictions.read_bytes()[:200], b"", b"no archive"):
+        predictions.write_bytes(damaged)
+        with pytest.raises(ConfigurationError, match=r"test_predictions.npz cannot be used .*dvc repro evaluate"):
+            workplace.register(other)
+    predictions.unlink()
     with pytest.raises(ConfigurationError, match="dvc repro evaluate"):
         workplace.register(other)
     assert len(lifecycle.list_versions(NAME, workplace.store)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,30 @@ def test_registry_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
     assert isinstance(error, ConfigurationError)
     assert "does not exist" in str(error)
     assert not (tmp_path / "none.db").exists()
+
+
+def test_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("this is no database " * 10)
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    error = invoke(store, "list").exception
+    assert isinstance(error, ConfigurationError)
+    assert f"registry {store} does not serve" in str(error) and "file is not a database" in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("command", [("models", "list"), ("models", "promote", "1"), ("predict", "hello")])
+def test_registry_that_does_not_answer_is_one_line_within_seconds(command: tuple[str, ...]) -> None:
+    store = "http://127.0.0.1:9"
+    began = time.monotonic()
+    failed = subprocess.run(
+        [sys.executable, "-m", "serving_plugin.cli.main", *command, "--tracking-uri", store],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert time.monotonic() - began < 30  # most of it are imports
+    assert failed.returncode == 2
+    assert failed.stderr.startswith(f"error: registry {store} does not serve")
+    assert failed.stderr.endswith("check --tracking-uri or MLFLOW_TRACKING_URI\n")
+    assert failed.stderr.count("\n") == 1
 
 
 def test_command_line_gives_one_line_and_code_2(tmp_path: Path) -> None:
