@@ -18,6 +18,7 @@ DEFAULT_BAND = 0.10
 DEFAULT_WINDOW = 200
 DEFAULT_MIN_SAMPLES = 50
 RETURN_SHARE = 0.6  # the band of the return, as a share of the band that was left: hysteresis
+STANDARD_ERRORS = 1.645  # beyond the band's edge: a one-sided 95 % bound
 MAX_WINDOW = 10_000
 NUM_RANKED = 200  # newest requests in the rank error: it compares all pairs
 _MAX_MODEL_CHARS = 200
@@ -107,9 +108,9 @@ def summarise(
 class DriftSettings:
     """When a model's forecasts count as drifted. Sizes are finished requests, bands are shares of them.
 
-    Trusted until |rolling coverage - nominal coverage| is over `band`, then not until it is within `return_band`; both
-    with at least `min_samples` (`next_trust`). The nominal coverage comes with each summary, so that gateway and
-    instance cannot disagree about it. `enabled` False: forecasts are measured and always trusted.
+    Trusted until |rolling coverage - nominal coverage| is over `band` by more than chance, then not until it is within
+    `return_band`; both with at least `min_samples` (`next_trust`). The nominal coverage comes with each summary, so
+    that gateway and instance cannot disagree about it. `enabled` False: forecasts are measured and always trusted.
     """
 
     window: int = DEFAULT_WINDOW
@@ -149,15 +150,25 @@ def next_trust(
 ) -> bool:
     """Whether forecasts are trusted from now on; `coverage` and `nominal` are means over the `num_samples` newest.
 
-    Where the band reaches to 1, too much coverage is no drift: then it does not stand in the way of a return either.
+    Trust is lost where the one-sided 95 % binomial bound (normal approximation) lies outside the band. Where the band
+    reaches to 1, too much coverage is no drift: then it does not stand in the way of a return either.
     """
     if not settings.enabled:
         return True
     if coverage is None or num_samples < settings.min_samples:
         return is_trusted
     band = settings.band if is_trusted else settings.return_band
+    low, high = nominal - band, nominal + band
+    if is_trusted:
+        low, high = low - _chance(low, num_samples), high + _chance(high, num_samples)
     can_be_over = nominal + settings.band < 1 - _ROUNDING
-    return nominal - coverage <= band + _ROUNDING and not (can_be_over and coverage - nominal > band + _ROUNDING)
+    return coverage >= low - _ROUNDING and not (can_be_over and coverage > high + _ROUNDING)
+
+
+def _chance(share: float, num_samples: int) -> float:
+    """How far chance alone carries a rolling coverage from the true one, `share`."""
+    share = min(max(share, 0.0), 1.0)
+    return STANDARD_ERRORS * math.sqrt(share * (1.0 - share) / num_samples)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
