@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,6 +60,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
     "backbones": ("what a forecast costs by the size of the backbone", _backbones),
 }
 
+# What a benchmark reads are the arguments of its `run`.
+DEFAULTS: dict[str, Any] = {"model": Path("models/targets/SmolLM2-135M-Instruct"), "source": "sharegpt"}
+
 app = typer.Typer(add_completion=False, help="Experiments against peers; results name the command that made them.")
 
 
@@ -69,8 +73,8 @@ def main(
     short: Annotated[bool, typer.Option("--short", help="Minutes, not hours: shows that it works.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write every raw figure here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = Path("models/targets/SmolLM2-135M-Instruct"),
-    source: Annotated[str, typer.Option(help="Prompts: `sharegpt` or a file.")] = "sharegpt",
+    model: Annotated[Path | None, typer.Option(help=f"Target model folder; default: {DEFAULTS['model']}.")] = None,
+    source: Annotated[str | None, typer.Option(help="Prompts: `sharegpt` (the default) or a file.")] = None,
 ) -> None:
     """Run one benchmark on this machine."""
     if list_names:
@@ -84,7 +88,13 @@ def main(
 
     require_writable(json_path, report)
     benchmark = BENCHMARKS[name][1]()
-    result = benchmark.run(model, source, short)
+    given = {option: value for option, value in (("model", model), ("source", source)) if value is not None}
+    read = inspect.signature(benchmark.run).parameters
+    for option in given:
+        if option not in read:
+            raise ConfigurationError(f"--{option} is nothing that {name} reads; leave it out")
+    options = {option: value for option, value in (DEFAULTS | given).items() if option in read}
+    result = benchmark.run(**options, is_short=short)
     if not benchmark.deliver(result, json_path, report):
         raise typer.Exit(1)
 

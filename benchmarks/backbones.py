@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ class BackbonesResult(Record):
         yield table
 
 
-def run(model: Path, source: str, is_short: bool) -> BackbonesResult:
+def run(is_short: bool) -> BackbonesResult:
     """Measure on this machine."""
     import torch
 

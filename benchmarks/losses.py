@@ -23,7 +23,7 @@ from pipeline.label import LABELLED_FOLDER
 from pipeline.params import Params, load_params
 from pipeline.train import choose_rows, fit
 from serving_plugin.predictor.evaluation.bootstrap import paired_gain
-from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
+from serving_plugin.predictor.evaluation.scores import Forecasts, Truth, row_scores
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 
 SCORES = ("accuracy_200", "kendall_tau", "nll", "crps_tokens", "mae_tokens")
@@ -93,7 +93,7 @@ class LossesResult(Record):
         yield table
 
 
-def run(model: Path, source: str, is_short: bool) -> LossesResult:
+def run(is_short: bool) -> LossesResult:
     """Train every variant on this machine, seeds outermost, so that drift of the machine touches all alike."""
     params, extent = load_params(), SHORT if is_short else Extent()
     train_rows = choose_rows(
@@ -105,6 +105,7 @@ def run(model: Path, source: str, is_short: bool) -> LossesResult:
     held_out = choose_rows(
         read_rows(LABELLED_FOLDER / "validation.jsonl"), params.seed, max_rows=extent.num_validation_rows
     )
+    truth = Truth.of(held_out)
     result = LossesResult(
         extent=asdict(extent),
         params={name: params.to_plain()[name] for name in ("label", "input", "train")},
@@ -115,19 +116,17 @@ def run(model: Path, source: str, is_short: bool) -> LossesResult:
             began = time.perf_counter()
             forecasts = train_variant(params, extent, seed, changes, train_rows, held_out)
             seconds = time.perf_counter() - began
-            lengths = np.asarray([row.output_tokens for row in held_out])
-            scores = row_scores(forecasts, lengths, (200,), COVERAGE)
+            scores = row_scores(forecasts, truth.lengths_tokens, (200,), COVERAGE)
             by_row[name].append({key: scores[key].astype(np.float64) for key in SCORES if key in scores})
             figures = {key: float(np.mean(scores[key])) for key in SCORES if key in scores}
-            figures["kendall_tau"] = float(kendalltau(forecasts.means(), lengths).statistic)
+            figures["kendall_tau"] = float(kendalltau(forecasts.means(), truth.lengths_tokens).statistic)
             result.runs.append({"variant": name, "seed": seed, "seconds": round(seconds, 1), "scores": figures})
             shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
             say(f"{name}, seed {seed}, {seconds:.0f} s: {shown}")
-    roots = [row.root_id for row in held_out]
     for name, found in by_row.items():
         if name != "all":
             result.differences[name] = {
-                key: paired_gain(_mean(found, key), _mean(by_row["all"], key), roots, NUM_RESAMPLES, 0).to_plain()
+                key: paired_gain(_mean(found, key), _mean(by_row["all"], key), truth.roots, NUM_RESAMPLES, 0).to_plain()
                 for key in found[0]
             }
     return result
@@ -153,4 +152,4 @@ def train_variant(
     changed = replace(changed, input=replace(changed.input, **changes.get("input", {})))
     with tempfile.TemporaryDirectory(prefix="tetri-losses-") as scratch:
         fitted = fit(changed, train_rows, held_out, Path(scratch))
-    return Forecasts.from_weights(fitted.spec.edges_tokens, fitted.probabilities(held_out))
+    return Truth.of(held_out).forecasts(fitted.spec.edges_tokens, fitted.probabilities(held_out))

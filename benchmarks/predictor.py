@@ -4,8 +4,8 @@ Three parts, each with raw times in the result:
   latency      one prompt at a time on one core: tokenise, run, calibrate; beside the target's own prefill of the same
                prompt on the same core, turn and turn about
   batches      prompts that wait together, under several cutting limits
-  co-running   a prefill instance under load without a predictor, with one in parallel mode and in sequential mode,
-               the predictor on a core of its own and on the engine's
+  co-running   a prefill instance without a predictor, with one in parallel mode and in sequential mode, the predictor
+               on a core of its own and on the engine's: latency at Poisson arrivals, throughput of a burst
 
 `--short` shows that it works and measures nothing worth quoting.
 """
@@ -18,7 +18,7 @@ import random
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -57,7 +57,10 @@ __all__ = ["deliver", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured. Prompt lengths are in the target's tokens; `rate_per_s` loads the co-running instance."""
+    """How much is measured. Prompt lengths are in the target's tokens.
+
+    The co-running instance gets `num_requests` at `rate_per_s`, then the same ones all at once.
+    """
 
     prompt_tokens: tuple[int, ...] = (16, 128, 512)
     num_prompts: int = 60
@@ -122,29 +125,41 @@ class PredictorResult(Record):
             table.add_row(row["case"], f"{row['prompts_per_s']:.0f}", f"{np.percentile(row['done_ms'], 50):.0f}")
         yield table
         table = Table(title="Prefill instance under load, ms from request to prefill's answer")
-        for column in ("predictor", "mean", "p50", "p99", "mean against none", "requests/s", "forecasts in time"):
+        columns = ("mean", "p50", "p99", "mean against none", "requests/s, all at once", "against none")
+        for column in ("predictor", *columns, "forecasts in time"):
             table.add_column(column, justify="left" if column == "predictor" else "right")
         for name in dict.fromkeys(row["setting"] for row in self.co_running):
             rows = [row for row in self.co_running if row["setting"] == name]
             times = [ms for row in rows for ms in row["latency_ms"]]
             on_time = [is_model for row in rows for is_model in row["is_forecast_of_model"]]
             figures = (float(np.mean(times)), *np.percentile(times, [50, 99]))
-            rate = sum(len(row["latency_ms"]) for row in rows) / sum(row["elapsed_s"] for row in rows)
+            rate = float(np.mean([burst_rate(row) for row in rows]))
+            changes = self.change(name, mean_latency), self.change(name, burst_rate)
             share = "-" if name == "none" else f"{np.mean(on_time):.0%}"
-            table.add_row(name, *(f"{x:.1f}" for x in figures), self.change(name), f"{rate:.2f}", share)
+            table.add_row(name, *(f"{x:.1f}" for x in figures), changes[0], f"{rate:.2f}", changes[1], share)
         yield table
 
-    def change(self, setting: str) -> str:
-        """Mean latency against `none`: mean over the rounds of the ratio of means, with 95 % bounds."""
-        means = {(row["setting"], row["round"]): float(np.mean(row["latency_ms"])) for row in self.co_running}
-        rounds = [number for name, number in means if name == setting and ("none", number) in means]
+    def change(self, setting: str, figure: Callable[[dict[str, Any]], float]) -> str:
+        """A row's figure against `none`: mean over the rounds of the ratio, with 95 % bounds."""
+        figures = {(row["setting"], row["round"]): figure(row) for row in self.co_running}
+        rounds = [number for name, number in figures if name == setting and ("none", number) in figures]
         if setting == "none" or not rounds:
             return "-"
-        found = paired_ratio([means[setting, i] for i in rounds], [means["none", i] for i in rounds])
+        found = paired_ratio([figures[setting, i] for i in rounds], [figures["none", i] for i in rounds])
         assert found is not None  # a prefill takes time
         if found.lower_95 is None or found.upper_95 is None:
             return f"{found.mean - 1:+.1%}"
         return f"{found.mean - 1:+.1%} [{found.lower_95 - 1:+.1%}, {found.upper_95 - 1:+.1%}]"
+
+
+def mean_latency(row: dict[str, Any]) -> float:
+    """Milliseconds at Poisson arrivals."""
+    return float(np.mean(row["latency_ms"]))
+
+
+def burst_rate(row: dict[str, Any]) -> float:
+    """Requests a second when all come at once."""
+    return len(row["latency_ms"]) / float(row["burst_s"])
 
 
 def run(model: Path, source: str, is_short: bool) -> PredictorResult:
@@ -270,7 +285,7 @@ def prompts_of_length(texts: Sequence[str], tokenizer: Any, num_tokens: int, cou
 async def measure_co_running(
     setting: Setting, model: Path, texts: Sequence[str], extent: Extent, cores: Sequence[int]
 ) -> dict[str, Any]:
-    """Prefill legs at Poisson arrivals on one instance, the same requests for every setting."""
+    """Prefill legs on one instance at Poisson arrivals, then all at once; the same requests for every setting."""
     tokenizer = load_tokenizer(str(model))
     rng = random.Random(1)
     prompts = []
@@ -282,7 +297,7 @@ async def measure_co_running(
             break
     arrivals = np.cumsum([rng.expovariate(extent.rate_per_s) for _ in prompts])
     with _instance(setting, model, tuple(cores)) as url:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             for number in range(4):
                 await _prefill_leg(session, url, model.name, prompts[number], f"warm-{number}")
             began = time.perf_counter()
@@ -293,11 +308,16 @@ async def measure_co_running(
 
             answers = await asyncio.gather(*(one(number) for number in range(len(prompts))))
             elapsed_s = time.perf_counter() - began
+            began = time.perf_counter()
+            burst = (_prefill_leg(session, url, model.name, one, f"burst-{i}") for i, one in enumerate(prompts))
+            await asyncio.gather(*burst)
+            burst_s = time.perf_counter() - began
     return {
         "setting": setting.name,
         "latency_ms": [answer[0] for answer in answers],
         "is_forecast_of_model": [answer[1] for answer in answers],
         "elapsed_s": elapsed_s,
+        "burst_s": burst_s,
     }
 
 
@@ -342,7 +362,8 @@ def _instance(setting: Setting, model: Path, cores: tuple[int, ...]) -> Iterator
     plan = InstancePlan(
         str(model), settings, Device.CPU, "127.0.0.1", port, served_model_name=model.name, kv_cache_gib=4,
         cores=cores[:1], is_local_model=True,
-        vllm_flags=("--max-num-batched-tokens", "512", "--max-num-seqs", "64"),
+        # no prefix caching: the burst's prompts came before
+        vllm_flags=("--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--no-enable-prefix-caching"),
     )  # fmt: skip
     environment, argv = build_instance_command(plan)
     LOG_FOLDER.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,10 @@ from pipeline.target import load_tokenizer
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.predictor.evaluation.bootstrap import paired_gain
+from serving_plugin.predictor.evaluation.scores import Truth, share_covered
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
-from serving_plugin.predictor.rows import LabelledRow, read_rows
+from serving_plugin.predictor.rows import read_rows
 
 MOMENTS_TOKENS = (0, 16, 32, 64, 128, 256)
 COVERAGE = 0.9
@@ -68,7 +69,7 @@ class RefreshResult(Record):
                     str(moment["num_rows"]),
                     name,
                     f"{figures['mae_tokens']:.1f}",
-                    f"{figures['coverage']:.1%}",
+                    "-" if figures["coverage"] is None else f"{figures['coverage']:.1%}",
                     f"{figures['over_reserved_tokens']:.0f}",
                     f"{figures['interval_width_tokens']:.0f}",
                 )
@@ -80,7 +81,7 @@ class RefreshResult(Record):
         yield table
 
 
-def run(model: Path, source: str, is_short: bool) -> RefreshResult:
+def run(model: Path, is_short: bool) -> RefreshResult:
     """Measure with the champion of the registry on the pipeline's prepared and labelled data."""
     predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=2)
     limit = 200 if is_short else None
@@ -97,9 +98,12 @@ def run(model: Path, source: str, is_short: bool) -> RefreshResult:
     say("forecasts before the first token")
     held = {}
     for name, rows in (("fit", fit_rows), ("test", test_rows)):
+        truth = Truth.of(rows)
         forecasts = predictor.to_forecasts(predictor.conversation_probabilities(rows))
+        if truth.cap_tokens is not None:
+            forecasts = [forecast.clipped(truth.cap_tokens) for forecast in forecasts]
         texts = [tokenizer.encode(replies[row.id], add_special_tokens=False) for row in rows]
-        held[name] = (rows, forecasts, texts)
+        held[name] = (truth, forecasts, texts)
     for tokens_out in MOMENTS_TOKENS:
         say(f"{tokens_out} tokens out")
         result.moments.append(_moment(tokens_out, tokenizer, *held["fit"], *held["test"]))
@@ -109,25 +113,25 @@ def run(model: Path, source: str, is_short: bool) -> RefreshResult:
 def _moment(
     tokens_out: int,
     tokenizer: Any,
-    fit_rows: Sequence[LabelledRow],
+    fit_truth: Truth,
     fit_forecasts: Sequence[LengthForecast],
     fit_ids: Sequence[list[int]],
-    test_rows: Sequence[LabelledRow],
+    test_truth: Truth,
     test_forecasts: Sequence[LengthForecast],
     test_ids: Sequence[list[int]],
 ) -> dict[str, Any]:
     """All three forecasts of the test replies longer than `tokens_out`."""
-    left_fit = [i for i, row in enumerate(fit_rows) if row.output_tokens > tokens_out]
-    left = [i for i, row in enumerate(test_rows) if row.output_tokens > tokens_out]
-    lengths = np.asarray([test_rows[i].output_tokens for i in left])
+    left_fit = np.flatnonzero(fit_truth.lengths_tokens > tokens_out)
+    left = np.flatnonzero(test_truth.lengths_tokens > tokens_out)
+    lengths, cap = test_truth.lengths_tokens[left], test_truth.cap_tokens
     static = _levels([test_forecasts[i] for i in left])
     refreshed = _levels([_given(test_forecasts[i], tokens_out) for i in left])
-    forecasts = {"static": _figures(static, lengths), "refreshed": _figures(refreshed, lengths)}
+    forecasts = {"static": _figures(static, lengths, cap), "refreshed": _figures(refreshed, lengths, cap)}
     moment: dict[str, Any] = {"tokens_out": tokens_out, "num_rows": len(left), "forecasts": forecasts}
     errors: dict[str, np.ndarray] = {}
     if tokens_out > 0:
         fit_levels = _levels([_given(fit_forecasts[i], tokens_out) for i in left_fit])
-        fit_lengths = np.asarray([fit_rows[i].output_tokens for i in left_fit])
+        fit_lengths = fit_truth.lengths_tokens[left_fit]
         fit_words = lexical_table([tokenizer.decode(fit_ids[i][:tokens_out]) for i in left_fit])
         words = lexical_table([tokenizer.decode(test_ids[i][:tokens_out]) for i in left])
         for name, fit_table, table in (
@@ -135,9 +139,11 @@ def _moment(
             ("reading", np.hstack([fit_levels, fit_words]), np.hstack([refreshed, words])),
         ):
             found = _boosted_levels(fit_table, fit_lengths, table, tokens_out)
-            forecasts[name] = _figures(found, lengths)
+            if cap is not None:
+                found = np.minimum(found, cap)
+            forecasts[name] = _figures(found, lengths, cap)
             errors[name] = np.abs(found[:, LEVELS.index(0.5)] - lengths)
-        roots = [test_rows[i].root_id for i in left]
+        roots = [test_truth.roots[i] for i in left]
         gain = paired_gain(errors["refitted"], errors["reading"], roots, NUM_RESAMPLES, 0)
         moment["mae_gain_of_reading"] = gain.to_plain()
     return moment
@@ -166,11 +172,11 @@ def _boosted_levels(fit_table: np.ndarray, fit_lengths: np.ndarray, table: np.nd
     return np.maximum.accumulate(np.stack(columns, axis=1), axis=1)
 
 
-def _figures(levels: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+def _figures(levels: np.ndarray, lengths: np.ndarray, cap_tokens: int | None) -> dict[str, float | None]:
     low, median, upper, high = (levels[:, LEVELS.index(level)] for level in (0.05, 0.5, COVERAGE, 0.95))
     return {
         "mae_tokens": float(np.abs(median - lengths).mean()),
-        "coverage": float((lengths <= upper).mean()),
+        "coverage": share_covered(lengths, upper, cap_tokens),
         "over_reserved_tokens": float(np.maximum(upper - lengths, 0).mean()),
         "interval_width_tokens": float((high - low).mean()),
     }

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
-from scipy.stats import kendalltau
 
 from benchmarks.record import Record, deliver, say
 from pipeline.files import read_json_lines, write_json_lines
@@ -31,9 +30,10 @@ from pipeline.params import Params, load_params
 from pipeline.prepare import PREPARED_FOLDER
 from pipeline.target import load_tokenizer
 from pipeline.train import choose_rows, edges_up_to, fine_buckets, fit
-from serving_plugin.predictor.evaluation.bootstrap import Interval, bootstrap, paired_gain
-from serving_plugin.predictor.evaluation.metrics import HeavyDecodeAuroc
-from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
+from serving_plugin.predictor.evaluation import resampled
+from serving_plugin.predictor.evaluation.bootstrap import paired_gain
+from serving_plugin.predictor.evaluation.resampled import Resamples
+from serving_plugin.predictor.evaluation.scores import Forecasts, Truth, row_scores, share_covered
 from serving_plugin.predictor.rows import LabelledRow, read_rows
 
 FOLDER = Path("data/transfer")
@@ -87,18 +87,19 @@ class TransferResult(Record):
                 cell["tested_on"],
                 f"{cell['accuracy']:.1%}",
                 "" if difference is None else _bounds(difference, 100),
-                "" if cell["kendall_tau"] is None else _bounds(cell["kendall_tau"]),
+                _bounds(cell["kendall_tau"]),
                 _bounds(cell["auroc_heavy"]),
                 f"{cell['crps_tokens']:.1f}",
             )
         yield table
 
 
-def _bounds(found: dict[str, float], scale: float = 1.0) -> str:
-    return "{:.3g} [{:.3g}, {:.3g}]".format(*(scale * found[key] for key in ("value", "low", "high")))
+def _bounds(found: dict[str, float | None], scale: float = 1.0) -> str:
+    numbers = [scale * number for number in (found["value"], found["low"], found["high"]) if number is not None]
+    return "{:.3g} [{:.3g}, {:.3g}]".format(*numbers) if len(numbers) == len(found) else "-"
 
 
-def run(model: Path, source: str, is_short: bool) -> TransferResult:
+def run(is_short: bool) -> TransferResult:
     """Answer, train twice, score all pairs on this machine."""
     extent = SHORT if is_short else Extent()
     params = _settings(load_params(), extent)
@@ -111,6 +112,7 @@ def run(model: Path, source: str, is_short: bool) -> TransferResult:
         params={name: params.to_plain()[name] for name in ("generate", "label", "input", "train")},
     )
     edges = edges_up_to(params.label.max_length_tokens, params.train.fine_granularity_tokens)
+    truth = {tested_on: Truth.of(rows["test"][tested_on]) for tested_on in SOURCES}
     forecasts: dict[tuple[str, str], Forecasts] = {}
     for trained_on in SOURCES:
         train_rows = rows["train"][trained_on]
@@ -122,14 +124,14 @@ def run(model: Path, source: str, is_short: bool) -> TransferResult:
             fitted = fit(params, kept, held_out, Path(scratch))
         counts = np.bincount(fine_buckets([row.output_tokens for row in kept], edges), minlength=len(edges) - 1)
         for tested_on in SOURCES:
-            test_rows = rows["test"][tested_on]
-            forecasts[trained_on, tested_on] = Forecasts.from_weights(edges, fitted.probabilities(test_rows))
+            test_rows, came = rows["test"][tested_on], truth[tested_on]
+            forecasts[trained_on, tested_on] = came.forecasts(edges, fitted.probabilities(test_rows))
             if trained_on == tested_on:
-                forecasts["marginal", tested_on] = Forecasts.from_weights(edges, np.tile(counts, (len(test_rows), 1)))
+                forecasts["marginal", tested_on] = came.forecasts(edges, np.tile(counts, (len(test_rows), 1)))
     for tested_on in SOURCES:
         for trained_on in (*SOURCES, "marginal"):
             own = None if trained_on == tested_on else forecasts[tested_on, tested_on]
-            figures = score(forecasts[trained_on, tested_on], own, rows["test"][tested_on], extent.max_tokens)
+            figures = score(forecasts[trained_on, tested_on], own, truth[tested_on])
             result.cells.append({"trained_on": trained_on, "tested_on": tested_on, **figures})
     return result
 
@@ -182,37 +184,28 @@ def _both_sources(params: Params, split: str) -> dict[str, list[LabelledRow]]:
     return found
 
 
-def score(forecasts: Forecasts, own: Forecasts | None, rows: Sequence[LabelledRow], cap_tokens: int) -> dict[str, Any]:
-    """Figures with 95 % bounds; `own` is the forecast of the predictor trained on the tested source."""
-    lengths, roots = np.asarray([row.output_tokens for row in rows]), [row.root_id for row in rows]
-    by_row, means = row_scores(forecasts.clipped(cap_tokens), lengths, (WIDTH_TOKENS,), COVERAGE), forecasts.means()
-    over, heavy = forecasts.probability_over(HEAVY_OVER_TOKENS), lengths > HEAVY_OVER_TOKENS
-    auroc = HeavyDecodeAuroc()
+def score(forecasts: Forecasts, own: Forecasts | None, truth: Truth) -> dict[str, Any]:
+    """Figures with 95 % bounds (None where undefined); both forecasts are of `truth.forecasts`.
 
-    def tau(chosen: np.ndarray) -> float:
-        return float(kendalltau(means[chosen], lengths[chosen]).statistic)
-
-    def separated(chosen: np.ndarray) -> float:
-        found = auroc.compute(predictions=over[chosen], references=heavy[chosen].astype(float))
-        return float(found["auroc_heavy"])
-
-    def bounds(interval: Interval) -> dict[str, float | None]:
-        return interval.to_plain()
-
-    key = f"accuracy_{WIDTH_TOKENS}"
+    `own` is that of the predictor trained on the tested source.
+    """
+    lengths, drawn = truth.lengths_tokens, Resamples(truth.roots, NUM_RESAMPLES, 0)
+    by_row, key = row_scores(forecasts, lengths, (WIDTH_TOKENS,), COVERAGE), f"accuracy_{WIDTH_TOKENS}"
+    tau = resampled.kendall_tau(drawn, forecasts.means(), lengths)
+    auroc = resampled.auroc(drawn, forecasts.probability_over(HEAVY_OVER_TOKENS), lengths > HEAVY_OVER_TOKENS)
     figures: dict[str, Any] = {
-        "num_rows": len(rows),
+        "num_rows": len(lengths),
         "accuracy": float(by_row[key].mean()),
         "crps_tokens": float(by_row["crps_tokens"].mean()),
-        "coverage": float(by_row["coverage"].mean()) if "coverage" in by_row else None,
-        "kendall_tau": None if np.ptp(means) == 0 else bounds(bootstrap(tau, roots, NUM_RESAMPLES, 0)),
-        "auroc_heavy": bounds(bootstrap(separated, roots, NUM_RESAMPLES, 0)),
+        "coverage": share_covered(lengths, forecasts.quantiles(COVERAGE), truth.cap_tokens),
+        "kendall_tau": resampled.interval(tau).to_plain(),
+        "auroc_heavy": resampled.interval(auroc).to_plain(),
     }
     if own is not None:
-        other = row_scores(own.clipped(cap_tokens), lengths, (WIDTH_TOKENS,), COVERAGE)
+        other = row_scores(own, lengths, (WIDTH_TOKENS,), COVERAGE)
         for name, column in (("accuracy", key), ("crps_tokens", "crps_tokens")):
-            gain = paired_gain(by_row[column], other[column], roots, NUM_RESAMPLES, 0)
-            figures[f"{name}_difference"] = bounds(gain)
+            gain = paired_gain(by_row[column], other[column], truth.roots, NUM_RESAMPLES, 0)
+            figures[f"{name}_difference"] = gain.to_plain()
     return figures
 
 

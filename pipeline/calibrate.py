@@ -42,12 +42,11 @@ def calibrate(
 ) -> tuple[Recalibration, Recalibration | None]:
     """Fit on the calibration split; `out` is written whole or not at all."""
     loaded = Checkpoint.load(checkpoint)
-    own = _fit_on(params, loaded, read_rows(labelled / "calibration.jsonl"))
+    own = _fit_on(params, loaded, _one_per_reply(read_rows(labelled / "calibration.jsonl")))
     progress(f"calibrate: temperature {own.temperature:.3f}, {own.num_groups} groups")
     target = None
     path = labelled / TARGET_CALIBRATION_FILE
-    rows = read_rows(path) if path.is_file() and path.stat().st_size else []
-    rows = list({row.id: row for row in rows}.values())  # samples of one reply are no more than one exchangeable row
+    rows = _one_per_reply(read_rows(path) if path.is_file() and path.stat().st_size else [])
     if params.target and rows and rows[0].source != loaded.spec.source:
         if len(rows) < MIN_TARGET_ROWS:
             progress(f"calibrate: {len(rows)} replies of the target are under {MIN_TARGET_ROWS}: not calibrated for it")
@@ -58,6 +57,11 @@ def calibrate(
             progress(f"calibrate: and on {len(rows)} replies of {loaded.spec.target_model}")
     write_json(out, {"labelled": own.to_json(), "target": None if target is None else target.to_json()})
     return own, target
+
+
+def _one_per_reply(rows: Sequence[LabelledRow]) -> list[LabelledRow]:
+    """Samples of one reply are no more than one exchangeable row."""
+    return list({row.id: row for row in rows}.values())
 
 
 def _fit_on(

@@ -28,7 +28,7 @@ from serving_plugin.predictor.evaluation import plots, summary, tables
 from serving_plugin.predictor.evaluation.baselines import read_baselines, write_arrays
 from serving_plugin.predictor.evaluation.ceiling import resample_oracle
 from serving_plugin.predictor.evaluation.metrics import MARGINAL, score_split
-from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of, row_scores
+from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
@@ -89,7 +89,7 @@ def evaluate(
     truth = Truth.of(rows)
     forecasts = truth.forecasts(loaded.spec.edges_tokens, probabilities)
     write_plots(outputs.plots, report, loaded.spec, forecasts, truth, rivals)
-    write_arrays(outputs.predictions, row_predictions(report, forecasts, truth))
+    write_arrays(outputs.predictions, row_predictions(forecasts, truth, loaded.spec.granularity_tokens))
     _log(report, run_id, tracking_uri)
     return report
 
@@ -159,24 +159,20 @@ def progress_table(
     ):
         for line in (f"evaluate: {heading}", *table.lines()):
             progress(line)
+    progress(f"evaluate: {title}, cut replies: {summary.cut_replies(report)}")
     progress(f"evaluate: {title}: {summary.verdict(report, granularity_tokens)}")
 
 
-def row_predictions(report: Mapping[str, Any], forecasts: Forecasts, truth: Truth) -> dict[str, Array]:
-    """The arrays of test_predictions.npz, (rows,) each: what a later model is compared with, row by row.
-
-    `cap_tokens` (one number, -1: none) is where lengths and forecasts were cut before they were scored.
-    """
-    widths = summary.widths_of(report)
-    by_row = row_scores(forecasts, truth.lengths_tokens, widths, report["coverage_nominal"])
+def row_predictions(forecasts: Forecasts, truth: Truth, granularity_tokens: int) -> dict[str, Array]:
+    """The arrays of test_predictions.npz, (rows,) each: what a later model is compared with, row by row."""
+    coarse, lengths = forecasts.regrouped(granularity_tokens), truth.lengths_tokens
+    hits = coarse.argmax(axis=1) == bucket_of(lengths, granularity_tokens, coarse.shape[1])
     return {
         "ids": np.asarray(truth.ids),
         "roots": np.asarray(truth.roots),
-        "lengths_tokens": truth.lengths_tokens,
-        "mean_tokens": forecasts.means().astype(np.float32),
-        **{f"hit_{width}": by_row[f"accuracy_{width}"] for width in widths},
-        "crps_tokens": by_row["crps_tokens"].astype(np.float32),
-        "cap_tokens": np.asarray(-1 if truth.cap_tokens is None else truth.cap_tokens),
+        "lengths_tokens": lengths,
+        f"hit_{granularity_tokens}": hits,
+        "crps_tokens": forecasts.crps_tokens(lengths).astype(np.float32),
     }
 
 

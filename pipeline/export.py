@@ -26,7 +26,7 @@ from pipeline.train import CHECKPOINT, LABELLED
 from serving_plugin.core.errors import TetriError
 from serving_plugin.predictor.calibration import softmax
 from serving_plugin.predictor.conversation import NUM_FEATURES
-from serving_plugin.predictor.evaluation.scores import Forecasts, row_scores
+from serving_plugin.predictor.evaluation.scores import Truth, row_scores, share_covered
 from serving_plugin.predictor.model import groups_of, open_session, run_session
 from serving_plugin.predictor.registry import default_tracking_uri
 from serving_plugin.predictor.rows import LabelledRow, read_rows
@@ -171,13 +171,15 @@ def compare_int8(
     # one at a time, as quantised graphs are served
     small = np.concatenate([run_session(session, [one], spec.pad_token_id) for one in encoded])
     groups = groups_of(encoded, spec.calibration.prompt_edges_tokens)
-    lengths = np.asarray([row.output_tokens for row in rows])
+    truth = Truth.of(rows)
     figures: dict[str, float] = {}
     for name, shares in (("float32", exact), ("int8", small)):
-        forecasts = Forecasts.from_weights(spec.edges_tokens, spec.calibration.apply(shares, groups))
-        scores = row_scores(forecasts, lengths, (spec.granularity_tokens,), coverage)
+        forecasts = truth.forecasts(spec.edges_tokens, spec.calibration.apply(shares, groups))
+        scores = row_scores(forecasts, truth.lengths_tokens, (spec.granularity_tokens,), coverage)
         figures[f"accuracy_{name}"] = float(scores[f"accuracy_{spec.granularity_tokens}"].mean())
-        figures[f"coverage_{name}"] = float(scores["coverage"].mean())
+        upper = forecasts.quantiles(coverage)
+        # 0 where no row is judged: equal if so for both, else far apart
+        figures[f"coverage_{name}"] = share_covered(truth.lengths_tokens, upper, truth.cap_tokens) or 0.0
     return {
         "num_rows": len(rows),
         **{name: round(value, 4) for name, value in figures.items()},

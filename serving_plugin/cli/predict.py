@@ -90,6 +90,10 @@ def evaluate(
     from serving_plugin.predictor.evaluation.metrics import score_split
     from serving_plugin.predictor.rows import read_rows
 
+    if report_path is not None:
+        from serving_plugin.bench.console import require_writable
+
+        require_writable(report_path)
     rows = read_rows(data)
     predictor = _load(model, tracking_uri)
     spec = predictor.spec
@@ -256,9 +260,7 @@ def _print_scores(report: dict[str, Any], granularity_tokens: int) -> None:
     console.print(_gains_table(report, granularity_tokens))
     console.print(summary.verdict(report, granularity_tokens))
     if report["num_censored"]:
-        console.print(
-            f"{report['num_censored']} replies were cut at {report['cap_tokens']} tokens; forecasts are cut there too"
-        )
+        console.print(f"cut replies: {summary.cut_replies(report)}")
 
 
 def _gains_table(report: dict[str, Any], granularity_tokens: int) -> Any:

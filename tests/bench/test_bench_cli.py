@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -119,6 +120,34 @@ def test_a_short_benchmark_leaves_its_record_and_a_page(tmp_path):
     assert {case["backbone"] for case in content["cases"]} == {"tiny-opt", "MiniLM-L6 (22 M)"}
     assert all(ms > 0 for case in content["cases"] for ms in case["ms"])
     assert "MiniLM-L6" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("backbones", "model"),
+        ("backbones", "source"),
+        ("refresh", "source"),
+        ("losses", "model"),
+        ("transfer", "source"),
+    ],
+)
+def test_an_option_that_a_benchmark_does_not_read_is_refused(name, option):
+    text = refusal(benchmarks_app, name, "--short", f"--{option}", "x")
+    assert text == f"--{option} is nothing that {name} reads; leave it out"
+
+
+@pytest.mark.parametrize(("given", "source"), [([], "sharegpt"), (["--source", "x"], "x")])
+def test_an_option_that_is_not_given_has_its_default(monkeypatch, given, source):
+    seen = {}
+
+    def run(source: str, is_short: bool) -> None:
+        seen.update(source=source, is_short=is_short)
+
+    fake = SimpleNamespace(run=run, deliver=lambda *_: True)
+    monkeypatch.setitem(BENCHMARKS, "serve", ("", lambda: fake))
+    assert CliRunner().invoke(benchmarks_app, ["serve", *given]).exit_code == 0
+    assert seen == {"source": source, "is_short": False}
 
 
 def test_an_unknown_benchmark_is_one_line_and_exit_code_2():

@@ -179,6 +179,17 @@ def test_few_replies_of_the_target_or_none_asked_for(
     assert calibrate(settings, labelled, trained.checkpoint, tmp_path / "out.json")[1] is None
 
 
+def test_samples_of_one_reply_are_one_row(trained: Any, tmp_path: Path) -> None:
+    labelled = labelled_with_target_replies(trained, tmp_path / "labelled", 200, 0.5)
+    once = calibrate(trained.params.calibrate, labelled, trained.checkpoint, tmp_path / "once.json")
+    for name in ("calibration.jsonl", "target_calibration.jsonl"):
+        rows = [json.loads(line) for line in (labelled / name).read_text().splitlines()]
+        for row in rows[: len(rows) // 4]:
+            row["replies"] *= 5
+        (labelled / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert calibrate(trained.params.calibrate, labelled, trained.checkpoint, tmp_path / "often.json") == once
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"temperature": 1.0}', json.dumps({"labelled": {"knots": []}})])
 def test_an_unusable_file_names_the_stage(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.evaluate import Outputs, evaluate, score_target_replies
+from pipeline.evaluate import Outputs, evaluate, score, score_target_replies, write_plots
 from pipeline.tracking import load_run_id
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.predictor.evaluation.metrics import score_split
+from serving_plugin.predictor.evaluation.scores import Truth
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.rows import read_rows
 
@@ -67,16 +68,37 @@ def test_accuracy_table_has_every_model_at_every_granularity(trained: Any) -> No
     assert {"predictor", "modal bucket", "TF-IDF + linear"} < {line["model"] for line in lines}
 
 
-def test_reliability_and_coverage_tables_describe_the_test_rows(trained: Any) -> None:
-    bins = read_csv(trained.plots / "reliability.csv")
-    assert sum(int(line["num_rows"]) for line in bins) == trained.evaluation["num_rows"]
-    came = sum(int(line["num_rows"]) * float(line["came"]) for line in bins) / trained.evaluation["num_rows"]
-    assert came == pytest.approx(trained.evaluation["accuracy_200"], abs=1e-3)
+@pytest.mark.parametrize("cap_tokens", [None, 300])
+def test_reliability_and_coverage_tables_describe_the_test_rows(
+    cap_tokens: int | None, trained: Any, tmp_path: Path
+) -> None:
+    folder, report = trained.plots, trained.evaluation
+    if cap_tokens is not None:
+        folder, report = tmp_path, write_plots_of_cut_rows(trained, cap_tokens, tmp_path)
+        assert report["num_censored"] > 0
+        assert 0 < report["coverage_judged"] < 1
+    bins = read_csv(folder / "reliability.csv")
+    assert sum(int(line["num_rows"]) for line in bins) == report["num_rows"]
+    came = sum(int(line["num_rows"]) * float(line["came"]) for line in bins) / report["num_rows"]
+    assert came == pytest.approx(report["accuracy_200"], abs=1e-3)
     at_nominal = [
-        line for line in read_csv(trained.plots / "coverage.csv")
-        if line["model"] == "predictor" and float(line["level"]) == trained.evaluation["coverage_nominal"]
+        line for line in read_csv(folder / "coverage.csv")
+        if line["model"] == "predictor" and float(line["level"]) == report["coverage_nominal"]
     ]  # fmt: skip
-    assert [float(line["covered"]) for line in at_nominal] == [trained.evaluation["coverage"]]
+    assert [float(line["covered"]) for line in at_nominal] == [report["coverage"]]
+
+
+def write_plots_of_cut_rows(trained: Any, cap_tokens: int, folder: Path) -> dict[str, Any]:
+    """The plots of the test rows as if replies were cut at `cap_tokens`; returns their report."""
+    rows = [
+        replace(row, output_tokens=min(row.output_tokens, cap_tokens), censored=row.output_tokens > cap_tokens)
+        for row in read_rows(trained.labelled / "test.jsonl")
+    ]
+    loaded, truth = LengthPredictor.load(str(trained.export)), Truth.of(rows)
+    probabilities = loaded.conversation_probabilities(rows)
+    report = score(trained.params, loaded.spec, probabilities, rows, {})
+    write_plots(folder, report, loaded.spec, truth.forecasts(loaded.spec.edges_tokens, probabilities), truth, {})
+    return report
 
 
 @pytest.mark.parametrize("name", ["predicted_lengths.png", "reliability.png", "coverage.png"])
@@ -90,12 +112,10 @@ def test_predictions_file_gives_the_scores_row_by_row(trained: Any) -> None:
         assert held["ids"].tolist() == [row.id for row in rows]
         assert held["roots"].tolist() == [row.root_id for row in rows]
         assert held["lengths_tokens"].tolist() == [row.output_tokens for row in rows]
-        for width in (100, 200, 400):
-            assert held[f"hit_{width}"].dtype == bool
-            assert held[f"hit_{width}"].mean() == pytest.approx(trained.evaluation[f"accuracy_{width}"], abs=1e-4)
+        assert held["hit_200"].dtype == bool
+        assert held["hit_200"].mean() == pytest.approx(trained.evaluation["accuracy_200"], abs=1e-4)
         assert held["crps_tokens"].mean() == pytest.approx(trained.evaluation["crps_tokens"], abs=1e-3)
-        assert held["mean_tokens"].shape == (len(rows),)
-        assert held["cap_tokens"] == -1
+        assert set(held) == {"ids", "roots", "lengths_tokens", "hit_200", "crps_tokens"}
 
 
 def test_target_replies_are_scored_beside_their_ceiling(trained: Any, tmp_path: Path) -> None:

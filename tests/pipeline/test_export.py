@@ -13,9 +13,18 @@ import pytest
 
 import pipeline.export as export_stage
 from pipeline.checkpoint import Checkpoint, read_calibrations
-from pipeline.export import ParityError, check_parity, export, random_inputs, with_probabilities, write_onnx
+from pipeline.export import (
+    ParityError,
+    check_parity,
+    compare_int8,
+    export,
+    random_inputs,
+    with_probabilities,
+    write_onnx,
+)
 from pipeline.params import ExportParams
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.predictor.evaluation.scores import Truth
 from serving_plugin.predictor.model import LengthPredictor, open_session
 from serving_plugin.predictor.rows import read_rows
 from serving_plugin.predictor.spec import MODEL_FOLDER_FILES, PredictorSpec
@@ -196,6 +205,22 @@ def test_8_bits_that_cost_accuracy_are_kept_only_where_that_is_allowed(
         open_session(path, num_threads=1).run(None, inputs)[0] for path in (tmp_path / "export" / "model.onnx", kept)
     )
     assert np.array_equal(actual, expected)
+
+
+def test_coverage_of_8_bits_is_judged_below_the_cap(trained: Any) -> None:
+    rows = [
+        replace(row, output_tokens=min(row.output_tokens, 300), censored=row.output_tokens > 300)
+        for row in read_rows(trained.labelled / "validation.jsonl")
+    ]
+    loaded, truth = Checkpoint.load(trained.checkpoint, trained.calibration), Truth.of(rows)
+    session = open_session(trained.export / "model.onnx", num_threads=1)
+    found = compare_int8(loaded, session, rows, trained.params.export, 0.9)
+    upper = truth.forecasts(loaded.spec.edges_tokens, loaded.probabilities(rows)).quantiles(0.9)
+    judged = upper < 300
+    assert 0 < judged.sum() < len(rows)
+    covered = truth.lengths_tokens <= upper
+    assert found["coverage_float32"] == pytest.approx(covered[judged].mean(), abs=1e-4)
+    assert covered.mean() > covered[judged].mean()
 
 
 def test_without_int8_there_is_nothing_of_it(trained: Any, exact: Path) -> None:

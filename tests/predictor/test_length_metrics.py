@@ -15,7 +15,7 @@ from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.predictor.calibration import identity
 from serving_plugin.predictor.conversation import FEATURE_NAMES, Message
 from serving_plugin.predictor.encoding import InputRule
-from serving_plugin.predictor.evaluation import resampled
+from serving_plugin.predictor.evaluation import resampled, summary
 from serving_plugin.predictor.evaluation.bootstrap import bootstrap, paired_gain
 from serving_plugin.predictor.evaluation.ceiling import resample_oracle
 from serving_plugin.predictor.evaluation.metrics import (
@@ -183,8 +183,20 @@ def test_censored_rows_count_in_the_bucket_of_the_cut() -> None:
     assert (report["coverage"], report["coverage_judged"]) == (None, 0.0)
     medians = np.asarray([150, 150, 83])
     assert report["mae_tokens"] == pytest.approx(np.mean([0, 130, medians[2] - 20]), abs=1e-4)
+    assert summary.cut_replies(report).startswith("1 at 150 tokens (33.3%)")
     cut_early = rows(100, 150, 20, censored=2)
     assert score_split(SPEC, probabilities, cut_early, num_resamples=0)["num_cut_early"] == 1
+
+
+def test_a_row_cut_below_whole_replies_is_no_cap() -> None:
+    """Clipped at 20 tokens, every forecast would be right."""
+    split = rows(20, 150, 250, 350, censored=1)
+    truth = Truth.of(split)
+    assert (truth.cap_tokens, truth.num_censored, truth.num_cut_early) == (None, 1, 1)
+    assert truth.lengths_tokens.tolist() == [20, 150, 250, 350]
+    report = score_split(SPEC, np.eye(4)[[0, 0, 0, 0]], split, num_resamples=0)
+    assert (report["accuracy_100"], report["cap_tokens"], report["num_cut_early"]) == (0.25, None, 1)
+    assert summary.cut_replies(report).startswith("1, below the length of whole ones")
 
 
 def test_ece_of_a_known_miscalibration() -> None:
@@ -218,8 +230,23 @@ def test_over_reserved_at_coverage_compares_models_that_cover_differently() -> N
     exact = Forecasts.from_weights(EDGES, np.tile([1.0, 0.0, 0.0, 0.0], (400, 1)))
     first, second = (row_scores(one, lengths, [200], 0.9) for one in (shy, exact))
     assert first["over_reserved_tokens"].mean() > 3 * second["over_reserved_tokens"].mean()
-    a, b = (one["over_reserved_at_coverage_tokens"].mean() for one in (first, second))
+    drawn = Resamples([f"root{i}" for i in range(400)], 0, seed=0)
+    (a,), (b,) = (resampled.over_reserved_at_coverage(drawn, one, lengths, 0.9) for one in (shy, exact))
     assert a == pytest.approx(b, abs=1.0)  # the same order of rows, so the same sharpness
+
+
+def test_the_level_that_covers_as_asked_is_chosen_in_every_draw() -> None:
+    """A level that stays the split's own would leave out how much it varies: the interval would be too narrow."""
+    rng = np.random.default_rng(0)
+    lengths, roots = rng.exponential(20, size=200).astype(np.int64), [f"root{i}" for i in range(200)]
+    forecasts = Forecasts.from_weights((0, 400), np.ones((200, 1)))
+    drawn = Resamples(roots, 200, seed=1)
+    found = resampled.interval(resampled.over_reserved_at_coverage(drawn, forecasts, lengths, 0.9))
+    upper = np.quantile(lengths, 0.9, method="higher")  # everyone's forecast is the same: the level is a length
+    over = np.maximum(upper - lengths, 0)
+    fixed = resampled.interval(resampled.means(drawn, over[:, None])[:, 0])
+    assert found.value == fixed.value == over.mean()
+    assert found.high - found.low > 2 * (fixed.high - fixed.low)
 
 
 def test_statistics_of_all_draws_are_those_of_the_copied_rows() -> None:
@@ -229,7 +256,15 @@ def test_statistics_of_all_draws_are_those_of_the_copied_rows() -> None:
     predicted, actual = rng.integers(0, 4, size=300), rng.integers(0, 5, size=300)
     roots = [f"root{i}" for i in rng.integers(0, 80, size=300)]
     drawn = Resamples(roots, 20, seed=7)
+    forecasts = random_forecasts(300)
+    below = forecasts.below(y)
+
+    def over_reserved(chosen: np.ndarray) -> float:
+        level = np.quantile(below[chosen], 0.8, method="higher") + 1e-7
+        return float(np.maximum(forecasts.quantiles(min(1.0, level)) - y, 0)[chosen].mean())
+
     checks = [
+        (resampled.over_reserved_at_coverage(drawn, forecasts, y, 0.8), over_reserved),
         (resampled.means(drawn, x[:, None])[:, 0], lambda chosen: float(x[chosen].mean())),
         (resampled.median(drawn, x), lambda chosen: float(np.median(x[chosen]))),
         (resampled.kendall_tau(drawn, x, y), lambda chosen: float(kendalltau(x[chosen], y[chosen]).statistic)),

@@ -131,6 +131,9 @@ def test_page_that_cannot_be_written_is_one_line(evaluated: Evaluated, tmp_path:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="give another --report"):
         write_report(evaluated, tmp_path / "file" / "page.html")
+    for folder in (Path(), Path("/"), tmp_path):
+        with pytest.raises(ConfigurationError, match="is a folder; give another --report"):
+            write_report(evaluated, folder)
 
 
 def test_reliability_and_coverage_by_hand() -> None:
@@ -143,6 +146,20 @@ def test_reliability_and_coverage_by_hand() -> None:
     (point,) = tables.coverage_curve(forecasts, truth, [0.85])  # the quantile is 199
     assert (point.level, point.coverage, point.over_reserved_tokens) == (0.85, 0.5, (149 + 49) / 4)
     assert tables.confusion(forecasts, truth, 200).tolist() == [[2, 0], [2, 0]]
+
+
+def test_coverage_is_judged_below_the_cap_only() -> None:
+    """Lengths 150 (cut), 20 and 95; upper quantiles the cap, 89 and 89: two are judged, one is covered."""
+    rows = [make_row(0, 150, censored=True), make_row(1, 20), make_row(2, 95)]
+    truth = Truth.of(rows)
+    forecasts = truth.forecasts(EDGES, np.asarray([[0, 0, 1.0, 0], [1.0, 0, 0, 0], [1.0, 0, 0, 0]]))
+    (point,) = tables.coverage_curve(forecasts, truth, [0.9])
+    assert (point.coverage, point.over_reserved_tokens) == (0.5, 69 / 3)
+    groups = [("all", np.ones(3, dtype=bool)), ("cut", np.asarray([True, False, False]))]
+    everyone, cut = tables.group_errors(groups, forecasts, truth, 0, 100, coverage=0.9, num_resamples=0)
+    assert (everyone.coverage, cut.coverage) == (0.5, None)
+    only_cut = truth.forecasts(EDGES, np.asarray([[0, 0, 1.0, 0]] * 3))
+    assert tables.coverage_curve(only_cut, truth, [0.9]) == []
 
 
 def test_groups_by_role_and_prompt_length() -> None:

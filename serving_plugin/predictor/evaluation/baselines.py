@@ -51,7 +51,8 @@ def read_baselines(path: Path, ids: Sequence[str], edges_tokens: Sequence[int]) 
         ConfigurationError: no such file, or it is not one of ours, of other buckets, or without some of these rows.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # opened here, since NumPy leaves a damaged file open
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             held = {name: arrays[name] for name in arrays.files}
         place = {str(row_id): i for i, row_id in enumerate(held.pop(_IDS))}
         edges = tuple(held.pop(_EDGES).tolist())

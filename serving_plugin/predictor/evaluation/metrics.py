@@ -170,7 +170,6 @@ def _draws(
     """Metric -> (draws,); fewer for the rank correlation."""
     lengths = truth.lengths_tokens
     by_row = row_scores(forecasts, lengths, widths, coverage, truth.cap_tokens)
-    by_row["coverage"] = by_row["coverage"] & by_row["coverage_judged"]
     averaged = resampled.means(resamples, np.column_stack(list(by_row.values())))
     draws: dict[str, FloatArray] = {name: averaged[:, i] for i, name in enumerate(by_row)}
     judged = draws["coverage_judged"]
@@ -182,6 +181,9 @@ def _draws(
     confidence = forecasts.regrouped(published_tokens).max(axis=1)
     draws["median_error_tokens"] = resampled.median(resamples, by_row["mae_tokens"])
     draws["ece"] = resampled.expected_calibration_error(resamples, confidence, by_row[f"accuracy_{published_tokens}"])
+    draws["over_reserved_at_coverage_tokens"] = resampled.over_reserved_at_coverage(
+        resamples, forecasts, lengths, coverage
+    )
     draws["kendall_tau"] = resampled.kendall_tau(resamples, forecasts.means(), lengths)
     over = forecasts.probability_over(heavy_over_tokens)
     draws["auroc_heavy"] = resampled.auroc(resamples, over, lengths > heavy_over_tokens)

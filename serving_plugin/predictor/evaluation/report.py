@@ -108,6 +108,8 @@ def write_report(evaluated: Evaluated, path: Path) -> None:
     Raises:
         ConfigurationError: `path` cannot be written.
     """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder; give another --report")
     text = render_html(evaluated)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -278,22 +280,13 @@ def _confusion_html(forecasts: Forecasts, truth: Truth, width: int) -> str:
 
 
 def _facts_of(report: Mapping[str, Any], spec: PredictorSpec) -> dict[str, object]:
-    cap = report["cap_tokens"]
-    cut = (
-        "none"
-        if cap is None
-        else f"{report['num_censored']} at {cap} tokens ({report['cap_rate']:.1%}); forecasts are cut there too"
-    )
-    early = (
-        f"; {report['num_cut_early']} of them earlier, counted where they were cut" if report["num_cut_early"] else ""
-    )
     return {
         "target": spec.target_model,
         "trained on": f"{spec.source} replies, {sum(spec.train_counts)} rows",
         "backbone": spec.backbone,
         "replies": report["num_rows"],
         "conversations": report["num_conversations"],
-        "cut replies": f"{cut}{early}",
+        "cut replies": summary.cut_replies(report),
     }
 
 

@@ -149,10 +149,11 @@ def _sum_of_squares(start: Array, slope: Array, steps: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What came. All (rows,): `lengths_tokens` (at most `cap_tokens`), `roots` the conversations, `ids` the replies.
+    """What came. All (rows,): `lengths_tokens` (none over `cap_tokens`), `roots` the conversations, `ids` the replies.
 
-    `cap_tokens` is the largest censored length, the limit that all rows of a file share; None when none was cut.
-    `num_cut_early` rows were cut below it: they count at the length where they were cut, for want of a better.
+    `cap_tokens` is the largest censored length, the limit that all rows of a file share; None when none was cut, or a
+    whole reply is longer, so that there is no such limit. `num_cut_early` rows were cut elsewhere than at the cap: they
+    count at the length where they were cut, for want of a better.
     """
 
     ids: tuple[str, ...]
@@ -166,15 +167,17 @@ class Truth:
     def of(cls, rows: Sequence[LabelledRow]) -> Truth:
         """From labelled rows, in their order."""
         cuts = [row.output_tokens for row in rows if row.censored]
-        cap = max(cuts, default=None)
         lengths = np.asarray([row.output_tokens for row in rows], dtype=np.int64)
+        cap = max(cuts, default=None)
+        if cap is not None and lengths.max() > cap:
+            cap = None
         return cls(
             ids=tuple(row.id for row in rows),
             roots=tuple(row.root_id for row in rows),
-            lengths_tokens=lengths if cap is None else np.minimum(lengths, cap),
+            lengths_tokens=lengths,
             cap_tokens=cap,
             num_censored=len(cuts),
-            num_cut_early=sum(cut < cap for cut in cuts) if cap is not None else 0,
+            num_cut_early=sum(cut != cap for cut in cuts),
         )
 
     def forecasts(self, edges_tokens: Sequence[int], probabilities: Array) -> Forecasts:
@@ -188,6 +191,22 @@ def bucket_of(lengths_tokens: Array, width_tokens: int, num_buckets: int) -> Arr
     return buckets
 
 
+def covered_by(lengths_tokens: Array, upper_tokens: Array, cap_tokens: int | None) -> tuple[Array, Array]:
+    """(rows,) bool twice: which rows are judged, and which of these are at or below their upper quantile.
+
+    Judged are rows whose quantile lies below `cap_tokens`, where replies were cut: at the cap every reply is covered,
+    whatever the forecast is worth.
+    """
+    judged = np.full(len(upper_tokens), True) if cap_tokens is None else upper_tokens < cap_tokens
+    return judged, judged & (lengths_tokens <= upper_tokens)
+
+
+def share_covered(lengths_tokens: Array, upper_tokens: Array, cap_tokens: int | None) -> float | None:
+    """Coverage: the share of the judged rows that are covered; None where no row is judged."""
+    judged, covered = covered_by(lengths_tokens, upper_tokens, cap_tokens)
+    return float(covered.sum() / judged.sum()) if judged.any() else None
+
+
 def row_scores(
     forecasts: Forecasts,
     lengths_tokens: Array,
@@ -198,12 +217,10 @@ def row_scores(
     """Score name -> (rows,); the mean over rows is the split's figure.
 
     `accuracy_W` and `within_one_W` (bool): the likeliest bucket of W tokens is the true one, or next to it.
-    `mae_tokens`: |median - length|. `crps_tokens`, `nll`: see `Forecasts`. `coverage` (bool): the length is at most
-    the `coverage` quantile; `coverage_judged` (bool): that quantile lies below `cap_tokens`, where replies were cut: at
-    the cap every reply is covered, whatever the forecast is worth. `over_reserved_tokens`: how far the quantile is
-    above the length. `interval_coverage` (bool) and `interval_width_tokens`: the central interval.
-    `over_reserved_at_coverage_tokens`: over-reserved tokens when the level is chosen so that this very split is covered
-    just as asked: it compares sharpness between models that are not equally calibrated.
+    `mae_tokens`: |median - length|. `crps_tokens`, `nll`: see `Forecasts`. `coverage` and `coverage_judged` (bool): see
+    `covered_by`, of the `coverage` quantile; here the split's figure is the ratio of the means. `over_reserved_tokens`:
+    how far that quantile is above the length. `interval_coverage` (bool) and `interval_width_tokens`: the central
+    interval.
     """
     lengths = np.asarray(lengths_tokens, dtype=np.int64)
     scores: dict[str, Array] = {}
@@ -216,12 +233,8 @@ def row_scores(
     scores["mae_tokens"] = np.abs(forecasts.quantiles(0.5) - lengths)
     scores["crps_tokens"] = forecasts.crps_tokens(lengths)
     scores["nll"] = forecasts.negative_log_likelihood(lengths)
-    scores["coverage"] = lengths <= upper
-    scores["coverage_judged"] = np.full(len(lengths), True) if cap_tokens is None else upper < cap_tokens
+    scores["coverage_judged"], scores["coverage"] = covered_by(lengths, upper, cap_tokens)
     scores["over_reserved_tokens"] = np.maximum(upper - lengths, 0)
-    # covered means P(length < y) < level: the level just above the wanted share of these
-    level = min(1.0, float(np.quantile(forecasts.below(lengths), coverage, method="higher")) + 1e-7)
-    scores["over_reserved_at_coverage_tokens"] = np.maximum(forecasts.quantiles(level) - lengths, 0)
     scores["interval_coverage"] = (low <= lengths) & (lengths <= high)
     scores["interval_width_tokens"] = high + 1 - low
     return scores

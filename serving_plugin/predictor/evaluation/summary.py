@@ -135,6 +135,17 @@ def verdict(report: Mapping[str, Any], granularity_tokens: int) -> str:
     return f"not beaten for certain at {granularity_tokens} tokens: {', '.join(left)}"
 
 
+def cut_replies(report: Mapping[str, Any]) -> str:
+    """What is to be known of the replies that were cut."""
+    if not report["num_censored"]:
+        return "none"
+    early, cap = report["num_cut_early"], report["cap_tokens"]
+    if cap is None:
+        return f"{early}, below the length of whole ones, counted where they were cut; forecasts are not cut"
+    shown = f"{report['num_censored']} at {cap} tokens ({report['cap_rate']:.1%}); forecasts are cut there too"
+    return f"{shown}; {early} of them earlier, counted where they were cut" if early else shown
+
+
 def _with_interval(column: Column, scores: Mapping[str, Any]) -> str:
     low, high = (scores.get(f"{column.metric}_{end}") for end in ("low", "high"))
     return f"{column.show(scores.get(column.metric))} {column.show_interval(low, high)}".rstrip()

@@ -10,7 +10,7 @@ import numpy as np
 from serving_plugin.predictor.evaluation import resampled
 from serving_plugin.predictor.evaluation.bootstrap import Interval
 from serving_plugin.predictor.evaluation.resampled import NUM_BINS, Resamples
-from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of, row_scores
+from serving_plugin.predictor.evaluation.scores import Array, Forecasts, Truth, bucket_of, row_scores, share_covered
 from serving_plugin.predictor.rows import LabelledRow
 
 COVERAGE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -31,7 +31,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, slots=True)
 class CoveragePoint:
-    """Share of rows at or below the quantile of `level`, and mean tokens by which it is above the length."""
+    """Coverage of the quantile of `level`, see `scores.share_covered`; mean tokens by which it is above the length."""
 
     level: float
     coverage: float
@@ -42,7 +42,8 @@ class CoveragePoint:
 class GroupErrors:
     """One group of rows. Accuracy and coverage are shares; MAE is that of the median, in tokens.
 
-    `bias_tokens` is mean forecast minus mean length: positive where the predictor expects too much.
+    `bias_tokens` is mean forecast minus mean length: positive where the predictor expects too much. `coverage`: see
+    `scores.share_covered`.
     """
 
     label: str
@@ -51,7 +52,7 @@ class GroupErrors:
     modal_accuracy: float
     mae_tokens: Interval
     bias_tokens: float
-    coverage: float
+    coverage: float | None
 
 
 def reliability(forecasts: Forecasts, truth: Truth, granularity_tokens: int) -> list[ReliabilityBin]:
@@ -75,11 +76,13 @@ def reliability(forecasts: Forecasts, truth: Truth, granularity_tokens: int) -> 
 def coverage_curve(
     forecasts: Forecasts, truth: Truth, levels: Sequence[float] = COVERAGE_LEVELS
 ) -> list[CoveragePoint]:
-    """How one-sided quantiles cover and what they cost, at each level."""
+    """How one-sided quantiles cover and what they cost, at each level that has a quantile below the cap."""
     points = []
     for level in levels:
-        over = forecasts.quantiles(level) - truth.lengths_tokens
-        points.append(CoveragePoint(level, float((over >= 0).mean()), float(np.maximum(over, 0).mean())))
+        upper = forecasts.quantiles(level)
+        covered = share_covered(truth.lengths_tokens, upper, truth.cap_tokens)
+        if covered is not None:
+            points.append(CoveragePoint(level, covered, float(np.maximum(upper - truth.lengths_tokens, 0).mean())))
     return points
 
 
@@ -137,6 +140,7 @@ def group_errors(
     num_buckets = forecasts.regrouped(granularity_tokens).shape[1]
     modal = bucket_of(lengths, granularity_tokens, num_buckets) == modal_bucket
     bias = forecasts.means() - lengths
+    upper = forecasts.quantiles(coverage)
     roots = np.asarray(truth.roots)
 
     def errors(label: str, mask: Array) -> GroupErrors:
@@ -152,7 +156,7 @@ def group_errors(
             modal_accuracy=float(modal[mask].mean()),
             mae_tokens=mean(scores["mae_tokens"]),
             bias_tokens=float(bias[mask].mean()),
-            coverage=float(scores["coverage"][mask].mean()),
+            coverage=share_covered(lengths[mask], upper[mask], truth.cap_tokens),
         )
 
     return [errors(label, mask) for label, mask in groups if mask.any()]
