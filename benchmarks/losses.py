@@ -35,10 +35,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "all": {},
     "hard labels": {"train": {"label_smoothing_tokens": 0.0}},
     "no expected value": {"train": {"expected_value_weight": 0.0}},
-    "no ranking": {"train": {"ranking_weight": 0.0}},
-    "plain cross-entropy": {
-        "train": {"label_smoothing_tokens": 0.0, "expected_value_weight": 0.0, "ranking_weight": 0.0}
-    },
+    "plain cross-entropy": {"train": {"label_smoothing_tokens": 0.0, "expected_value_weight": 0.0}},
     "no warm-up of the head": {"train": {"head_epochs": 0}},
     "head dropout 0.1": {"train": {"head_dropout": 0.1}},
     "no lengths as features": {"train": {"use_features": False}},

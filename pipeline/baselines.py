@@ -190,9 +190,7 @@ def plain_cross_entropy(
     plain = replace(
         params,
         input=InputParams(params.input.max_tokens, 0, 0, params.input.head_share),
-        train=replace(
-            params.train, use_features=False, label_smoothing_tokens=0.0, expected_value_weight=0.0, ranking_weight=0.0
-        ),
+        train=replace(params.train, use_features=False, label_smoothing_tokens=0.0, expected_value_weight=0.0),
     )
     with tempfile.TemporaryDirectory(prefix="tetri-plain-") as scratch:
         return fit(plain, train_rows, validation_rows, Path(scratch)).probabilities(test_rows)

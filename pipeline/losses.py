@@ -3,7 +3,7 @@
 Plain cross-entropy is the paper's (TetriInfer 3.3.2). The options know that buckets have an order:
   soft labels     a label's mass spreads over near buckets (EGTP, arXiv 2602.11812)
   expected value  error of the mean forecast, in units of the published granularity
-  ranking         a longer reply should get the longer mean forecast: logistic loss over the pairs of a batch (RankNet)
+A pairwise ranking loss was tried and left out: it cost more accuracy than it gained in rank (docs/prediction.md).
 A censored reply is "at least": its likelihood is the mass from its bucket on, and it is nowhere taken as a length.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import log_softmax, softplus
+from torch.nn.functional import log_softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ class LengthLoss:
     granularity_tokens: int
     smoothing_tokens: float
     expected_value_weight: float
-    ranking_weight: float
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         logits = outputs["logits"].float()
@@ -39,13 +38,10 @@ class LengthLoss:
         loss = torch.where(
             censored, self._survival(log_shares, lengths, edges), self._cross_entropy(log_shares, lengths, middles)
         ).mean()
-        if self.expected_value_weight > 0 or self.ranking_weight > 0:
+        if self.expected_value_weight > 0:
             means = log_shares.exp() @ middles
-            if self.expected_value_weight > 0:
-                error = torch.where(censored, (lengths - means).clamp(min=0), (means - lengths).abs())
-                loss = loss + self.expected_value_weight * error.mean() / self.granularity_tokens
-            if self.ranking_weight > 0:
-                loss = loss + self.ranking_weight * self._ranking(means, lengths, censored)
+            error = torch.where(censored, (lengths - means).clamp(min=0), (means - lengths).abs())
+            loss = loss + self.expected_value_weight * error.mean() / self.granularity_tokens
         return loss
 
     def _cross_entropy(self, log_shares: torch.Tensor, lengths: torch.Tensor, middles: torch.Tensor) -> torch.Tensor:
@@ -59,10 +55,3 @@ class LengthLoss:
         """-log P(length >= the cut's bucket)."""
         possible = edges[1:][None, :] > lengths[:, None]
         return -torch.logsumexp(log_shares.masked_fill(~possible, -1e9), dim=-1)
-
-    def _ranking(self, means: torch.Tensor, lengths: torch.Tensor, censored: torch.Tensor) -> torch.Tensor:
-        """Mean over the pairs of which it is known that the first is longer; 0 without any."""
-        longer = (lengths[:, None] > lengths[None, :]) & ~censored[None, :]
-        lead = (means[:, None] - means[None, :]) / (self.granularity_tokens / 2)
-        losses = softplus(-lead) * longer
-        return losses.sum() / longer.sum().clamp(min=1)

@@ -150,9 +150,10 @@ class InputParams:
 class TrainParams:
     """The predictor. `backbone` is a folder, a hub name, `package:NAME` or `tiny-opt`; null in `max_...`: all.
 
-    The loss is cross-entropy over buckets of `fine_granularity_tokens`, with `label_smoothing_tokens` 0 and both
-    weights 0 the paper's. The head is trained alone for `head_epochs` first. `use_features` gives the lengths of the
-    conversation so far to the head as numbers. `head_dropout` matters: a few thousand replies are soon learnt by heart.
+    The loss is cross-entropy over buckets of `fine_granularity_tokens`, with `label_smoothing_tokens` 0 and
+    `expected_value_weight` 0 the paper's. The head is trained alone for `head_epochs` first. `use_features` gives the
+    lengths of the conversation so far to the head as numbers. `head_dropout` matters: a few thousand replies are soon
+    learnt by heart.
     `dtype` is that of the arithmetic (autocast); weights stay float32.
     """
 
@@ -169,7 +170,6 @@ class TrainParams:
     use_features: bool
     label_smoothing_tokens: Annotated[float, Within(0)]
     expected_value_weight: Annotated[float, Within(0)]
-    ranking_weight: Annotated[float, Within(0)]
     max_turns_per_conversation: Annotated[int | None, Within(1)]
     max_train_rows: Annotated[int | None, Within(1)]
     max_validation_rows: Annotated[int | None, Within(1)]

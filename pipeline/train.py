@@ -274,7 +274,6 @@ def _loss(settings: TrainParams, spec: PredictorSpec) -> Any:
         spec.granularity_tokens,
         settings.label_smoothing_tokens,
         settings.expected_value_weight,
-        settings.ranking_weight,
     )
 
 

@@ -48,7 +48,7 @@ def tiny_params(**train: Any) -> Params:
     params = load_profile("ci")
     learning = {
         "epochs": 8.0, "batch_size": 16, "learning_rate": 1e-3, "head_dropout": 0.1, "label_smoothing_tokens": 0.0,
-        "expected_value_weight": 0.0, "ranking_weight": 0.0, "max_turns_per_conversation": None,
+        "expected_value_weight": 0.0, "max_turns_per_conversation": None,
     }  # fmt: skip
     return replace(
         params,

@@ -18,7 +18,7 @@ MIDDLES = (49.5, 149.5, 249.5)
 
 def loss_of(logits: Any, labels: list[tuple[int, int]], **settings: float) -> torch.Tensor:
     """Granularity 100, everything off that is not given; labels are (tokens, 1 if censored)."""
-    plain = {"smoothing_tokens": 0.0, "expected_value_weight": 0.0, "ranking_weight": 0.0}
+    plain = {"smoothing_tokens": 0.0, "expected_value_weight": 0.0}
     loss = LengthLoss(EDGES, 100, **{**plain, **settings})
     return loss({"logits": torch.as_tensor(logits, dtype=torch.float32)}, torch.tensor(labels))
 
@@ -83,53 +83,16 @@ def test_a_longer_forecast_than_the_cut_is_no_error() -> None:
     assert term(uniform, [(190, 1)], expected_value_weight=2.0) == pytest.approx(2.0 * 40.5 / 100)
 
 
-def ranked(labels: list[tuple[int, int]], *buckets: int) -> float:
-    """Ranking term of forecasts that are each sure of one bucket."""
-    return term([log_of(*(float(i == b) for i in range(3))) for b in buckets], labels, ranking_weight=1.0)
-
-
-def softplus(x: float) -> float:
-    return math.log1p(math.exp(x))
-
-
-def test_ranking_is_the_mean_logistic_loss_of_the_pairs() -> None:
-    # leads of 100 and 200 tokens in units of half the granularity: 2 and 4
-    assert ranked([(250, 0), (50, 0)], 1, 0) == pytest.approx(softplus(-2), rel=1e-3)
-    assert ranked([(250, 0), (50, 0)], 0, 1) == pytest.approx(softplus(2), rel=1e-3)
-    three = ranked([(250, 0), (150, 0), (50, 0)], 2, 1, 0)
-    assert three == pytest.approx((2 * softplus(-2) + softplus(-4)) / 3, rel=1e-3)
-
-
-def test_ranking_without_a_pair_is_nothing() -> None:
-    assert ranked([(50, 0)], 2) == 0.0
-    assert ranked([(50, 0), (50, 0)], 2, 0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        ([(250, 0), (50, 1)], 0.0),  # the shorter one may have become the longer
-        ([(250, 1), (50, 1)], 0.0),
-        ([(250, 1), (50, 0)], softplus(-4)),  # at least 250 is longer than 50
-        ([(50, 1), (50, 0)], 0.0),
-    ],
-)
-def test_pairs_of_which_it_is_unknown_which_is_longer_are_left_out(
-    labels: list[tuple[int, int]], expected: float
-) -> None:
-    assert ranked(labels, 2, 0) == pytest.approx(expected, abs=1e-4)
-
-
 def test_weights_scale_their_terms_and_all_add_up() -> None:
     logits, labels = [log_of(0.5, 0.4, 0.1), log_of(0.2, 0.2, 0.6)], [(250, 0), (50, 0)]
-    together = loss_of(logits, labels, smoothing_tokens=60, expected_value_weight=0.5, ranking_weight=0.25).item()
+    together = loss_of(logits, labels, smoothing_tokens=60, expected_value_weight=0.5).item()
     smooth = loss_of(logits, labels, smoothing_tokens=60).item()
-    value, ranking = term(logits, labels, expected_value_weight=1.0), term(logits, labels, ranking_weight=1.0)
-    assert together == pytest.approx(smooth + 0.5 * value + 0.25 * ranking, rel=1e-5)
-    assert value > 0.1 and ranking > 0.1
+    value = term(logits, labels, expected_value_weight=1.0)
+    assert together == pytest.approx(smooth + 0.5 * value, rel=1e-5)
+    assert value > 0.1
 
 
-ALL_ON = {"smoothing_tokens": 50.0, "expected_value_weight": 0.5, "ranking_weight": 0.5}
+ALL_ON = {"smoothing_tokens": 50.0, "expected_value_weight": 0.5}
 
 
 @given(

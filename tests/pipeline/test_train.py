@@ -266,7 +266,7 @@ def test_mixed_sources_are_said_to_be_mixed_and_cut_replies_are_trained_on(
     make_tiny_params: Any, tmp_path: Path
 ) -> None:
     rows = [*chats(20, 1, censored=True), *(replace(row, source="generated") for row in chats(20, 4))]
-    weights = {"label_smoothing_tokens": 50.0, "expected_value_weight": 0.5, "ranking_weight": 0.5}
+    weights = {"label_smoothing_tokens": 50.0, "expected_value_weight": 0.5}
     fitted = fit(make_tiny_params(epochs=1.0, **weights), rows, chats(10, 2, censored=True), tmp_path)
     assert fitted.spec.source == "mixed"
     assert sum(fitted.spec.train_counts) == 40
