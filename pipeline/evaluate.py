@@ -79,7 +79,7 @@ def evaluate(
     rivals = {} if baselines is None else read_baselines(baselines, [row.id for row in rows], loaded.spec.edges_tokens)
     report = score(params, loaded.spec, probabilities, rows, rivals)
     report["source"] = loaded.spec.source
-    oracle = ceiling(params, rows)
+    oracle = ceiling(params, loaded.spec, probabilities, rows)
     progress_table(report, oracle, loaded.spec.granularity_tokens, "test split")
     if oracle is not None:
         report["oracle"] = oracle
@@ -119,14 +119,17 @@ def score(
     )
 
 
-def ceiling(params: Params, rows: Sequence[LabelledRow]) -> dict[str, Any] | None:
-    """The noise ceiling of these rows; None without repeated replies."""
+def ceiling(
+    params: Params, spec: PredictorSpec, probabilities: Array, rows: Sequence[LabelledRow]
+) -> dict[str, Any] | None:
+    """The noise ceiling of these rows and the predictor beside it; None without repeated replies."""
     settings = params.evaluate
     return resample_oracle(
         rows,
         granularities_tokens=sorted({*settings.granularities_tokens, params.label.granularity_tokens}),
         num_resamples=settings.num_bootstrap,
         seed=params.seed,
+        predictor=(spec, probabilities),
     )
 
 
@@ -141,8 +144,9 @@ def score_target_replies(params: Params, loaded: LengthPredictor, path: Path, ba
     spec = loaded.spec
     progress(f"evaluate: {len(rows)} replies of {spec.target_model}")
     rivals = {} if baselines is None else read_baselines(baselines, [row.id for row in rows], spec.edges_tokens)
-    report = score(params, spec, loaded.conversation_probabilities(rows), rows, rivals, own_modal=True)
-    oracle = ceiling(params, rows)
+    probabilities = loaded.conversation_probabilities(rows)
+    report = score(params, spec, probabilities, rows, rivals, own_modal=True)
+    oracle = ceiling(params, spec, probabilities, rows)
     progress_table(report, oracle, spec.granularity_tokens, f"replies of {spec.target_model}")
     if oracle is not None:
         report["oracle"] = oracle

@@ -107,7 +107,7 @@ def evaluate(
         num_resamples=resamples,
         own_modal=any(row.source != spec.source for row in rows),
     )
-    oracle = resample_oracle(rows, num_resamples=resamples)
+    oracle = resample_oracle(rows, num_resamples=resamples, predictor=(spec, probabilities))
     facts = {"model": predictor.resolved.uri, "version": predictor.resolved.version, "data": str(data)}
     if report_path is not None:
         from serving_plugin.predictor.evaluation.report import Evaluated, write_report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -340,6 +341,12 @@ def test_resample_oracle_by_hand() -> None:
     assert report["mae_tokens"] == pytest.approx((100 + 10 + 0) / 3, abs=1e-4)
     assert report["kendall_tau"] == 1.0
     assert report["accuracy_100_low"] is None
+    probabilities = np.eye(4)[[0, 0, 2, 2, 0, 0]]
+    once = replace(rows(10)[0], id="once")
+    beside = resample_oracle([*split, once], predictor=(SPEC, np.vstack([probabilities, np.eye(4)[:1]])))
+    assert beside is not None
+    assert beside["predictor"]["num_rows"] == 6  # the reply with one sample is left out
+    assert beside["predictor"]["accuracy_200"] == pytest.approx(4 / 6, abs=1e-4)
     bounded = resample_oracle(split, num_resamples=50)
     assert bounded is not None
     assert bounded["accuracy_100_low"] <= report["accuracy_100"] <= bounded["accuracy_100_high"]

@@ -20,9 +20,11 @@ from serving_plugin.predictor.evaluation.metrics import (
     KendallTau,
     MeanAbsoluteErrorTokens,
     finite,
+    score_split,
 )
 from serving_plugin.predictor.evaluation.scores import Array, Truth
 from serving_plugin.predictor.rows import LabelledRow
+from serving_plugin.predictor.spec import PredictorSpec
 
 
 def resample_oracle(
@@ -31,6 +33,7 @@ def resample_oracle(
     granularities_tokens: Sequence[int] = GRANULARITIES_TOKENS,
     num_resamples: int = 0,
     seed: int = 0,
+    predictor: tuple[PredictorSpec, Array] | None = None,
 ) -> dict[str, Any] | None:
     """Another sample's length as the prediction, over all ordered pairs of samples of one reply.
 
@@ -38,6 +41,10 @@ def resample_oracle(
     replies for each ordered pair of sample numbers (first by second, second by first, ...) and averaged, since pairs
     of one reply say nothing about its rank among the others. Lengths are cut at the rows' cap. `_low` and `_high`:
     bootstrap by conversation.
+
+    Args:
+        predictor: with its (rows, fine buckets) probabilities: `predictor` is then its metrics (`score_split`) on the
+            samples of those replies alone, which are not the whole split.
 
     Returns:
         Flat metrics with `num_replies` and `num_samples`; None when no reply has two samples.
@@ -56,6 +63,19 @@ def resample_oracle(
     for name, statistic in _statistics(table, granularities_tokens).items():
         found = bootstrap(statistic, roots, num_resamples, seed)
         report |= {name: finite(found.value), f"{name}_low": finite(found.low), f"{name}_high": finite(found.high)}
+    if predictor is not None:
+        spec, probabilities = predictor
+        chosen = [i for i, row_id in enumerate(truth.ids) if row_id in repeated]
+        found_here = score_split(
+            spec,
+            probabilities[chosen],
+            [rows[i] for i in chosen],
+            granularities_tokens=granularities_tokens,
+            num_resamples=num_resamples,
+            seed=seed,
+        )
+        del found_here["baselines"]
+        report["predictor"] = found_here
     return report
 
 

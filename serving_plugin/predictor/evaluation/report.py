@@ -157,7 +157,7 @@ def _scores_html(evaluated: Evaluated) -> str:
         if evaluated.oracle is None
         else f"<p class='soft'>The ceiling takes one sample of a reply as the forecast of another: "
         f"{evaluated.oracle['num_samples']} samples of {evaluated.oracle['num_replies']} replies, a part of the rows "
-        "above.</p>"
+        "above; the predictor's own figures on these samples stand below it.</p>"
     )
     return (
         f"<section><h2>How good, against what</h2><p>{_text(_sentence(evaluated))}</p>{scores}{ceiling}{gains}"

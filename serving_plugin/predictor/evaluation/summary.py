@@ -8,6 +8,7 @@ from typing import Any
 
 NO_VALUE = "–"
 PREDICTOR, ORACLE = "predictor", "another sample of the reply (ceiling)"
+PREDICTOR_AT_CEILING = "predictor on the replies of the ceiling"
 TITLES = {
     "modal": "modal bucket",
     "own_modal": "modal bucket of these rows",
@@ -105,6 +106,8 @@ def score_table(report: Mapping[str, Any], oracle: Mapping[str, Any] | None = No
         rows.append((title_of(name), *(column.show(scores.get(column.metric)) for column in columns)))
     if oracle is not None:
         rows.append((ORACLE, *(_with_interval(column, oracle) for column in columns)))
+        if "predictor" in oracle:
+            rows.append((PREDICTOR_AT_CEILING, *(_with_interval(column, oracle["predictor"]) for column in columns)))
     return Table(("", *(column.title for column in columns)), tuple(rows))
 
 
