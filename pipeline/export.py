@@ -151,10 +151,14 @@ def write_onnx(model: torch.nn.Module, path: Path, pad_token_id: int, opset: int
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Dynamic quantisation: 8-bit weights of the matrix products, activations quantised as they come."""
+    """Dynamic quantisation: 8-bit weights of the matrix products, activations quantised as they come.
+
+    `reduce_range` leaves weights 7 of the 8 bits, since sums of products saturate on x86 without it: the largest error
+    of a probability fell from 0.146 to 0.041 (profile `cpu_full`, 1,000 validation rows), at the same speed.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    quantize_dynamic(str(source), str(target), weight_type=QuantType.QInt8, per_channel=True)
+    quantize_dynamic(str(source), str(target), weight_type=QuantType.QInt8, per_channel=True, reduce_range=True)
 
 
 def compare_int8(
