@@ -185,7 +185,7 @@ def test_the_epoch_with_the_best_validation_loss_is_kept(trained: Any) -> None:
     examples = to_examples(read_rows(trained.labelled / "validation.jsonl"), loaded.encoder)
     batch = Collator(loaded.spec.pad_token_id)(examples)
     with torch.inference_mode():
-        found = LengthLoss(loaded.spec.edges_tokens, 200, 0.0, 0.0, 0.0)(loaded.network(**batch), batch["labels"])
+        found = LengthLoss(loaded.spec.edges_tokens, 200, 0.0, 0.0)(loaded.network(**batch), batch["labels"])
     assert found.item() == pytest.approx(min(losses), abs=1e-4)
 
 
@@ -223,7 +223,7 @@ def test_the_warm_up_teaches_the_head_and_leaves_the_backbone(trained: Any) -> N
         trainable = {name for name, _ in network.named_parameters() if not name.startswith("backbone.")}
         assert changed == (trainable if head_epochs else set())
         with torch.inference_mode():
-            loss = LengthLoss(loaded.spec.edges_tokens, 200, 0.0, 0.0, 0.0)
+            loss = LengthLoss(loaded.spec.edges_tokens, 200, 0.0, 0.0)
             losses.append(loss(network.eval()(**batch), batch["labels"]).item())
     assert losses[1] < 0.8 * losses[0]
 
