@@ -4,60 +4,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
 from serving_plugin.core.errors import ConfigurationError, TetriError
 
-
-def _serve() -> ModuleType:
-    from benchmarks import serve
-
-    return serve
-
-
-def _predictor() -> ModuleType:
-    from benchmarks import predictor
-
-    return predictor
-
-
-def _refresh() -> ModuleType:
-    from benchmarks import refresh
-
-    return refresh
-
-
-def _losses() -> ModuleType:
-    from benchmarks import losses
-
-    return losses
-
-
-def _transfer() -> ModuleType:
-    from benchmarks import transfer
-
-    return transfer
-
-
-def _backbones() -> ModuleType:
-    from benchmarks import backbones
-
-    return backbones
-
-
-# Imported when asked for: `--list` must not load what a benchmark needs.
-BENCHMARKS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
-    "serve": ("the paper's five workloads on TetriServe and plain vLLM (figures 11-15)", _serve),
-    "predictor": ("what a length forecast costs, alone and beside a prefill instance (figure 17)", _predictor),
-    "refresh": ("what the first output tokens tell of a reply's length, offline", _refresh),
-    "losses": ("what each option of the predictor's training adds, on the validation split", _losses),
-    "transfer": ("a predictor used for another model's replies than it was trained on, both ways", _transfer),
-    "backbones": ("what a forecast costs by the size of the backbone", _backbones),
+# Modules of this package, imported when asked for: `--list` must not load what a benchmark needs.
+BENCHMARKS: dict[str, str] = {
+    "serve": "the paper's five workloads on TetriServe and plain vLLM (figures 11-15)",
+    "predictor": "what a length forecast costs, alone and beside a prefill instance (figure 17)",
+    "refresh": "what the first output tokens tell of a reply's length, offline",
+    "losses": "what each option of the predictor's training adds, on the validation split",
+    "transfer": "a predictor used for another model's replies than it was trained on, both ways",
+    "backbones": "what a forecast costs by the size of the backbone",
 }
 
 # What a benchmark reads are the arguments of its `run`.
@@ -78,7 +40,7 @@ def main(
 ) -> None:
     """Run one benchmark on this machine."""
     if list_names:
-        for known, (summary, _) in BENCHMARKS.items():
+        for known, summary in BENCHMARKS.items():
             typer.echo(f"{known:12} {summary}")
         return
     if name not in BENCHMARKS:
@@ -87,7 +49,7 @@ def main(
     from serving_plugin.bench.console import require_writable
 
     require_writable(json_path, report)
-    benchmark = BENCHMARKS[name][1]()
+    benchmark = import_module(f"benchmarks.{name}")
     given = {option: value for option, value in (("model", model), ("source", source)) if value is not None}
     read = inspect.signature(benchmark.run).parameters
     for option in given:
