@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.record import Record, deliver, say
+from benchmarks.record import Record, deliver, describe, say
 from pipeline.files import read_json_lines
 from pipeline.label import LABELLED_FOLDER
 from pipeline.lexical import lexical_table
+from pipeline.params import load_params
 from pipeline.prepare import PREPARED_FOLDER
 from pipeline.target import load_tokenizer
+from pipeline.train import split_name
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.predictor.evaluation.bootstrap import paired_gain
@@ -88,10 +90,17 @@ def run(model: Path, is_short: bool) -> RefreshResult:
     fit_rows, test_rows = (read_rows(LABELLED_FOLDER / f"{name}.jsonl")[:limit] for name in ("calibration", "test"))
     if any(row.source != "recorded" for row in (*fit_rows[:1], *test_rows[:1])):
         raise ConfigurationError("this benchmark reads the recorded replies' text: set label.source to recorded")
+    expected = split_name(load_params(), read_rows(LABELLED_FOLDER / "test.jsonl"))
+    if predictor.spec.split != expected:
+        trained = predictor.spec.split or "unknown"
+        raise ConfigurationError(
+            f"{predictor.resolved.uri} was trained on other splits ({trained}; here {expected}), "
+            "so that it may know these replies: promote one of this data (`tetri models list`)"
+        )
     replies = _replies(("calibration", "test"))
     tokenizer = load_tokenizer(str(model))
     result = RefreshResult(
-        model=f"{predictor.resolved.name} version {predictor.resolved.version}",
+        model=describe(predictor),
         num_fit_rows=len(fit_rows),
         num_test_rows=len(test_rows),
     )

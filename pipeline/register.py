@@ -255,6 +255,7 @@ def _judged(
     gains = {name: gain.to_plain() for name, gain in gate.baseline_gains(report, width).items()}
     return {
         "is_champion": verdict.is_champion,
+        "is_worse": verdict.is_worse,
         "reasons": list(verdict.reasons),
         "comparison": {
             "granularity_tokens": width,
@@ -279,7 +280,7 @@ def _respect_rollback(client: MlflowClient, name: str, number: str, verdict: gat
     if not rolled_back:
         return verdict
     reason = f"version {number} was rolled back {rolled_back}; `tetri models promote {number}` brings it back"
-    return gate.Verdict(False, (reason, *verdict.reasons))
+    return gate.Verdict(False, (reason, *verdict.reasons), verdict.is_worse)
 
 
 def _appoint(

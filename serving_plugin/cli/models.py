@@ -61,7 +61,7 @@ def promote(
 
     store = tracking_uri or default_tracking_uri()
     verdict = next((v.verdict for v in lifecycle.list_versions(name, store) if v.version == version), None)
-    if verdict is not None and not verdict.is_champion and not force:
+    if verdict is not None and verdict.is_worse and not verdict.is_champion and not force:
         why = "; ".join(verdict.reasons) or "no reason was recorded"
         raise ConfigurationError(
             f"version {version} of {name} was found worse ({why}); --force promotes it all the same"
@@ -123,6 +123,7 @@ def _verdict(info: ModelVersionInfo, limit: int = 120) -> str:
     if info.verdict is None:
         return "none recorded"
     first, *others = info.verdict.reasons or ("",)
-    text = f"{'passed' if info.verdict.is_champion else 'worse'}{': ' if first else ''}{first}"
+    outcome = "passed" if info.verdict.is_champion else "worse" if info.verdict.is_worse else "undecided"
+    text = f"{outcome}{': ' if first else ''}{first}"
     text = text if len(text) <= limit else f"{text[: limit - 1]}…"
     return f"{text} (+{len(others)} more)" if others else text

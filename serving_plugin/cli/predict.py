@@ -158,7 +158,7 @@ def _read_conversation(path: Path) -> tuple[Message, ...]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         messages = messages_of(content["messages"] if isinstance(content, dict) else content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # JSON may be nested too deeply
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
             f'{path} is no conversation ({reason}); give JSON such as [{{"role": "user", "content": "Hello"}}]'
@@ -197,7 +197,7 @@ def _describe(prompt: str, forecast: LengthForecast, predictor: LengthPredictor)
     coarse = forecast.regrouped(predictor.spec.granularity_tokens)
     bucket = coarse.argmax_bucket()
     return {
-        "prompt": prompt,
+        "prompt": prompt.encode("utf-8", "replace").decode(),  # JSON may hold half a surrogate pair
         "bucket": [bucket.low_tokens, bucket.high_tokens],
         "probability": round(max(coarse.probabilities), 4),
         "median_tokens": forecast.quantile(0.5),

@@ -29,21 +29,30 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """May this version be champion, and one line per rule that it failed or that did not apply."""
+    """May this version be champion, and one line per rule that it failed or that did not apply.
+
+    `is_worse`: it failed a rule, so that promoting it takes force. A version that is neither champion nor worse was not
+    compared, or was rolled back: a person decides.
+    """
 
     is_champion: bool
     reasons: tuple[str, ...] = ()
+    is_worse: bool = False
 
     def to_json(self, **more: Any) -> str:
         """What a version's tag `verdict` holds; `more` rides along and is not read back."""
-        return json.dumps({"is_champion": self.is_champion, "reasons": list(self.reasons), **more}, ensure_ascii=False)
+        content = {"is_champion": self.is_champion, "is_worse": self.is_worse, "reasons": list(self.reasons)}
+        return json.dumps({**content, **more}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Verdict | None:
         """Inverse of `to_json`; None when the text is not ours."""
         try:
             content = json.loads(text)
-            return cls(bool(content["is_champion"]), tuple(str(reason) for reason in content["reasons"]))
+            is_champion = bool(content["is_champion"])
+            # tags of earlier versions know only champions and worse ones
+            is_worse = bool(content.get("is_worse", not is_champion))
+            return cls(is_champion, tuple(str(reason) for reason in content["reasons"]), is_worse)
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -142,14 +151,16 @@ def decide(
     accuracy = accuracy_of(candidate, granularity_tokens)
     failures = _against_baselines(accuracy, granularity_tokens, baseline_gains(candidate, granularity_tokens))
     notes: list[str] = []
+    is_undecided = False
     if isinstance(champion, NotCompared):
-        note = f"not compared with champion version {champion.version}: {champion.reason}"
-        (failures if champion.holds_office else notes).append(note)
+        notes.append(f"not compared with champion version {champion.version}: {champion.reason}")
+        is_undecided = champion.holds_office
     elif champion is not None:
         failures += _against_champion(granularity_tokens, champion)
-    if failures and allow_worse:
-        return Verdict(True, ("champion only because of register.allow_worse", *failures, *notes))
-    return Verdict(not failures, (*failures, *notes))
+    reasons, is_worse = (*failures, *notes), bool(failures)
+    if allow_worse and (is_worse or is_undecided):
+        return Verdict(True, ("champion only because of register.allow_worse", *reasons), is_worse)
+    return Verdict(not (is_worse or is_undecided), reasons, is_worse)
 
 
 def accuracy_of(report: Mapping[str, Any], granularity_tokens: int) -> float:

@@ -74,7 +74,8 @@ def _parse(line: str, path: Path, number: int) -> Iterator[LabelledRow]:
         rows = list(_single_prompt(content) if "prompt" in content else _conversation(content))
     except KeyError as error:
         raise ConfigurationError(f"{path}:{number}: the row lacks {error}; run `dvc repro label`") from None
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # int(Infinity) overflows
+    except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        # int(Infinity) overflows, and JSON may be nested too deeply
         raise ConfigurationError(f"{path}:{number}: not a labelled row ({error}); run `dvc repro label`") from None
     for row in rows:
         if not 0 <= row.output_tokens <= MAX_OUTPUT_TOKENS:

@@ -17,6 +17,7 @@ def row(setting: str, number: int, latency_ms: float, burst_s: float) -> dict[st
         "round": number,
         "latency_ms": [latency_ms] * 4,
         "is_forecast_of_model": [True] * 4,
+        "is_burst_forecast_of_model": [True, False] * 2,
         "elapsed_s": 10.0,
         "burst_s": burst_s,
     }
@@ -44,3 +45,4 @@ def test_one_round_shows_no_bounds() -> None:
     cells = {str(column.header): list(column.cells) for column in table.columns}
     assert cells["requests/s, all at once"] == ["4.00", "3.20"]
     assert cells["against none"] == ["-", "-20.0%"]
+    assert cells["forecasts in time, Poisson / burst"] == ["-", "100% / 50%"]

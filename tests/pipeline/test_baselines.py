@@ -147,3 +147,10 @@ def test_file_of_other_data_is_refused_in_one_line(tmp_path: Path) -> None:
     path.write_bytes(b"PK")
     with pytest.raises(ConfigurationError, match="dvc repro baselines"):
         read_baselines(path, ["a"], EDGES)
+    write_baselines(path, ["a"], EDGES, {"marginal": np.ones((1, 2))})
+    with pytest.raises(ConfigurationError, match=r"marginal has shape \(1, 2\)"):
+        read_baselines(path, ["a"], EDGES)
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+    with pytest.raises(ConfigurationError, match="holds no baselines"):
+        read_baselines(path, ["a"], EDGES)

@@ -212,6 +212,8 @@ def test_better_one_becomes_champion_and_rollback_restores(workplace: Workplace)
     assert (again["version"], again["alias"]) == (2, "challenger")
     assert "`tetri models promote 2` brings it back" in again["reasons"][0]
     assert workplace.champion() == 1
+    verdict = workplace.version(2).verdict
+    assert verdict is not None and not verdict.is_worse  # so that the command needs no --force
     assert workplace.register(better, replace(SETTINGS, allow_worse=True))["alias"] == "champion"
 
 

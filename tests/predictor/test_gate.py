@@ -99,7 +99,8 @@ def test_champion_that_cannot_be_loaded_is_named_and_does_not_decide() -> None:
     other = NotCompared("2", "it cannot be loaded")
     verdict = decide(report(), 200, other)
     assert verdict == Verdict(True, ("not compared with champion version 2: it cannot be loaded",))
-    assert not decide(report(modal=(0.0, -0.1, 0.1)), 200, other).is_champion
+    worse = decide(report(modal=(0.0, -0.1, 0.1)), 200, other)
+    assert (worse.is_champion, worse.is_worse) == (False, True)
 
 
 def test_allow_worse_forces_and_says_so() -> None:
@@ -108,6 +109,8 @@ def test_allow_worse_forces_and_says_so() -> None:
     assert "register.allow_worse" in verdict.reasons[0]
     assert len(verdict.reasons) == 3
     assert decide(report(), 200, allow_worse=True).reasons == ()
+    forced = decide(report(), 200, NotCompared("2", "other splits", holds_office=True), allow_worse=True)
+    assert (forced.is_champion, forced.is_worse) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,10 @@ def test_report_without_what_it_needs_names_the_stage(broken: dict[str, Any]) ->
 
 
 def test_verdict_survives_its_tag() -> None:
-    verdict = Verdict(False, ("größer", "zwei"))
-    assert Verdict.from_json(verdict.to_json(comparison={"x": 1})) == verdict
+    for verdict in (Verdict(False, ("größer", "zwei"), is_worse=True), Verdict(False, ("offen",)), Verdict(True)):
+        assert Verdict.from_json(verdict.to_json(comparison={"x": 1})) == verdict
+    earlier = '{"is_champion": false, "reasons": ["x"]}'
+    assert Verdict.from_json(earlier) == Verdict(False, ("x",), is_worse=True)
     for text in ("", "{}", "[]", "null", "worse"):
         assert Verdict.from_json(text) is None
 

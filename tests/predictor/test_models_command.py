@@ -123,7 +123,7 @@ def test_marks_of_a_version_follow_its_moves(make_store: MakeStore) -> None:
 
 
 def test_list_shows_scores_and_verdicts(make_store: MakeStore) -> None:
-    worse = Verdict(False, ("accuracy is worse than champion version 1", "CRPS is worse"))
+    worse = Verdict(False, ("accuracy is worse than champion version 1", "CRPS is worse"), is_worse=True)
     scores = {"accuracy_200": "0.5293", "modal_accuracy_200": "0.3989"}
     store = make_store(
         {**scores, "verdict": Verdict(True).to_json()}, {**scores, "verdict": worse.to_json()}, {"verdict": "?"}
@@ -137,7 +137,7 @@ def test_list_shows_scores_and_verdicts(make_store: MakeStore) -> None:
 
     third, second, first = json.loads(invoke(store, "list", "--json").output)
     assert (third["version"], third["accuracy"], third["verdict"], third["aliases"]) == (3, None, None, [])
-    assert second["verdict"] == {"is_champion": False, "reasons": list(worse.reasons)}
+    assert second["verdict"] == {"is_champion": False, "is_worse": True, "reasons": list(worse.reasons)}
     assert (first["aliases"], first["accuracy"], first["modal_accuracy"]) == (["champion"], 0.5293, 0.3989)
     assert first["granularity_tokens"] == 200
 
@@ -154,13 +154,23 @@ def test_promote_and_rollback_say_who_was_champion(make_store: MakeStore) -> Non
 
 
 def test_worse_version_is_promoted_by_force_only(make_store: MakeStore) -> None:
-    store = make_store({}, {"verdict": Verdict(False, ("too bad",)).to_json()})
+    store = make_store({}, {"verdict": Verdict(False, ("too bad",), is_worse=True).to_json()})
     lifecycle.promote(NAME, 1, store, "test")
     refused = invoke(store, "promote", "2")
     assert isinstance(refused.exception, ConfigurationError)
     assert "version 2 of length-predictor was found worse (too bad); --force" in str(refused.exception)
     assert champion(store) == 1
     assert invoke(store, "promote", "2", "--force").exit_code == 0
+    assert champion(store) == 2
+
+
+def test_version_that_was_not_compared_is_promoted_without_force(make_store: MakeStore) -> None:
+    store = make_store(
+        {}, {"verdict": Verdict(False, ("not compared with champion version 1: other splits",)).to_json()}
+    )
+    lifecycle.promote(NAME, 1, store, "test")
+    assert "undecided: not compared" in invoke(store, "list").output
+    assert invoke(store, "promote", "2").exit_code == 0
     assert champion(store) == 2
 
 

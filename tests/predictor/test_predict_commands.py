@@ -58,7 +58,18 @@ def test_a_conversation_is_one_forecast_of_its_next_reply(trained: Any, tmp_path
         assert (line["median_tokens"], line["p90_tokens"]) == (expected.quantile(0.5), expected.quantile(0.9))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "5", '{"text": "hello"}', '["hello"]'])
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_half_a_surrogate_pair_is_printed_as_a_question_mark(
+    trained: Any, tmp_path: Path, as_json: tuple[str, ...]
+) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text('[{"role": "user", "content": "half \\ud83d"}]')
+    result = invoke("predict", "--conversation", str(path), "--model", str(trained.export), *as_json)
+    assert result.exit_code == 0, result.output
+    assert "half ?" in result.output
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "5", '{"text": "hello"}', '["hello"]', "[" * 100_000])
 def test_a_file_that_is_no_conversation_is_one_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     path.write_text(content)

@@ -59,13 +59,20 @@ def read_baselines(path: Path, ids: Sequence[str], edges_tokens: Sequence[int]) 
     except OSError as error:
         reason = error.strerror or "not an npz file"
         raise ConfigurationError(f"baselines {path} cannot be read ({reason}); run `dvc repro baselines`") from None
-    except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:  # an .npy is no context manager
         raise ConfigurationError(f"{path} holds no baselines ({error}); run `dvc repro baselines`") from None
     if edges != tuple(edges_tokens):
         raise ConfigurationError(
-            f"{path} has buckets up to {edges[-1]} tokens in {len(edges) - 1} steps, the predictor up to "
+            f"{path} has buckets up to {max(edges, default=0)} tokens in {len(edges) - 1} steps, the predictor up to "
             f"{edges_tokens[-1]} in {len(edges_tokens) - 1}; run `dvc repro baselines`"
         )
+    shape = (len(place), len(edges) - 1)
+    for name, values in held.items():
+        if values.shape != shape or values.dtype.kind not in "fiu":
+            raise ConfigurationError(
+                f"{path}: {name} has shape {values.shape} of {values.dtype}, not {shape} of numbers; "
+                "run `dvc repro baselines`"
+            )
     missing = [row_id for row_id in ids if row_id not in place]
     if missing:
         raise ConfigurationError(
