@@ -2,10 +2,12 @@
 
 Three parts, each with raw times in the result:
   latency      one prompt at a time on one core: tokenise, run, calibrate; beside the target's own prefill of the same
-               prompt on the same core, turn and turn about
+               prompt on the same core, in blocks turn and turn about
   batches      prompts that wait together, under several cutting limits
   co-running   a prefill instance without a predictor, with one in parallel mode and in sequential mode, the predictor
                on a core of its own and on the engine's: latency at Poisson arrivals, throughput of a burst
+
+All instances are up the whole time and take turns: the others sleep, and no turn waits for a start.
 
 `--short` shows that it works and measures nothing worth quoting.
 """
@@ -13,13 +15,14 @@ Three parts, each with raw times in the result:
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,13 @@ import aiohttp
 import numpy as np
 from rich.table import Table
 
-from benchmarks.record import Record, deliver, say
+from benchmarks.record import Record, deliver, describe, say
+from pipeline.calibrate import CALIBRATION
+from pipeline.checkpoint import Checkpoint
+from pipeline.export import with_probabilities, write_onnx
+from pipeline.params import load_params
 from pipeline.target import load_tokenizer
+from pipeline.train import CHECKPOINT
 from serving_plugin.bench.metrics import paired_ratio
 from serving_plugin.bench.systems import detect_hardware, executable, free_ports
 from serving_plugin.bench.workloads import read_pairs
@@ -41,7 +49,7 @@ from serving_plugin.predictor.conversation import Message
 from serving_plugin.predictor.model import LengthPredictor
 from serving_plugin.predictor.registry import DEFAULT_MODEL_URI
 from serving_plugin.predictor.service import QueuedRequest, next_batch
-from serving_plugin.predictor.spec import MODEL_FILE, SPEC_FILE, TOKENIZER_FILE, PredictorSpec
+from serving_plugin.predictor.spec import MODEL_FILE, TOKENIZER_FILE
 from serving_plugin.processes import Child, ChildSpec, stop_all, wait_until_ready
 from serving_plugin.wire import LEG_HEADER, REQUEST_ID_HEADER, Leg
 
@@ -50,6 +58,11 @@ READY_TIMEOUT_S = 600.0
 CUTTING_LIMITS_TOKENS = (128, 256)
 WIDE_INPUT_TOKENS = 512
 BATCH_SIZE = 8
+NUM_LATENCY_BLOCKS = 3
+LEASE_S = 6
+REST_S = (
+    LEASE_S + 2.0
+)  # after which an instance that was asked sleeps: leases have run out, and vLLM's readers spin no more
 
 
 __all__ = ["deliver", "run"]
@@ -65,7 +78,7 @@ class Extent:
     prompt_tokens: tuple[int, ...] = (16, 128, 512)
     num_prompts: int = 60
     num_batch_prompts: int = 256
-    num_requests: int = 90
+    num_requests: int = 60
     rate_per_s: float = 3.0
     num_rounds: int = 5
 
@@ -126,16 +139,19 @@ class PredictorResult(Record):
         yield table
         table = Table(title="Prefill instance under load, ms from request to prefill's answer")
         columns = ("mean", "p50", "p99", "mean against none", "requests/s, all at once", "against none")
-        for column in ("predictor", *columns, "forecasts in time"):
+        for column in ("predictor", *columns, "forecasts in time, Poisson / burst"):
             table.add_column(column, justify="left" if column == "predictor" else "right")
         for name in dict.fromkeys(row["setting"] for row in self.co_running):
             rows = [row for row in self.co_running if row["setting"] == name]
             times = [ms for row in rows for ms in row["latency_ms"]]
-            on_time = [is_model for row in rows for is_model in row["is_forecast_of_model"]]
+            on_time = [
+                float(np.mean([is_model for row in rows for is_model in row[key]]))
+                for key in ("is_forecast_of_model", "is_burst_forecast_of_model")
+            ]
             figures = (float(np.mean(times)), *np.percentile(times, [50, 99]))
             rate = float(np.mean([burst_rate(row) for row in rows]))
             changes = self.change(name, mean_latency), self.change(name, burst_rate)
-            share = "-" if name == "none" else f"{np.mean(on_time):.0%}"
+            share = "-" if name == "none" else " / ".join(f"{one:.0%}" for one in on_time)
             table.add_row(name, *(f"{x:.1f}" for x in figures), changes[0], f"{rate:.2f}", changes[1], share)
         yield table
 
@@ -171,7 +187,7 @@ def run(model: Path, source: str, is_short: bool) -> PredictorResult:
     predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=1)
     predictor.require_target(model.name)
     result = PredictorResult(
-        model=f"{predictor.resolved.name} version {predictor.resolved.version}",
+        model=describe(predictor),
         extent=asdict(extent),
     )
     texts = [pair.prompt for pair in read_pairs(source)]
@@ -179,14 +195,21 @@ def run(model: Path, source: str, is_short: bool) -> PredictorResult:
     with _on_cores(hardware.cores[:1]):
         say("batches of mixed prompts under several input limits")
         result.batches = measure_batches(predictor, texts[: extent.num_batch_prompts], LOG_FOLDER)
-    say("one prompt at a time, beside the target's own prefill")
-    result.latency = asyncio.run(measure_latency(predictor, model, texts, extent, hardware.cores[0]))
-    for number in range(extent.num_rounds):
-        # turned round every other time, so that slow drift of the machine cancels out
-        for setting in SETTINGS if number % 2 == 0 else SETTINGS[::-1]:
-            say(f"co-running, round {number + 1} of {extent.num_rounds}: {setting.name}")
-            row = asyncio.run(measure_co_running(setting, model, texts, extent, hardware.cores[:2]))
-            result.co_running.append({"round": number, **row})
+    with ExitStack() as stack:
+        urls = {}
+        for setting in SETTINGS:
+            say(f"starting a prefill instance, predictor: {setting.name}")
+            urls[setting] = stack.enter_context(_instance(setting, model, hardware.cores[:2]))
+        say("one prompt at a time, beside the target's own prefill")
+        latency = measure_latency(predictor, model, urls[SETTINGS[0]], texts, extent, hardware.cores[0])
+        result.latency = asyncio.run(latency)
+        for number in range(extent.num_rounds):
+            # turned round every other time, so that slow drift of the machine cancels out
+            for setting in SETTINGS if number % 2 == 0 else SETTINGS[::-1]:
+                say(f"co-running, round {number + 1} of {extent.num_rounds}: {setting.name}")
+                time.sleep(REST_S)
+                row = asyncio.run(measure_co_running(urls[setting], model, texts, extent, number))
+                result.co_running.append({"setting": setting.name, "round": number, **row})
     return result
 
 
@@ -194,18 +217,21 @@ def run(model: Path, source: str, is_short: bool) -> PredictorResult:
 
 
 def measure_batches(predictor: LengthPredictor, texts: Sequence[str], scratch: Path) -> list[dict[str, Any]]:
-    """When each of many prompts that wait together has its forecast: the model's own input, and a wide one under
-    several cutting limits.
+    """When each of many prompts that wait together has its forecast: as served, and in float32 with the model's own
+    input and with a wide one under several cutting limits.
 
-    A wide input costs what it costs whatever the weights were trained for; its accuracy is not at issue here. The
-    batches are those that the service makes (`service.next_batch`).
+    8-bit weights run one by one (one scale of activations per run), so that the limit concerns float32 alone. A wide
+    input costs what it costs whatever the weights were trained for; its accuracy is not at issue here. The batches are
+    those that the service makes (`service.next_batch`).
     """
-    rows = []
-    wide = with_input_limit(predictor, WIDE_INPUT_TOKENS, scratch)
     own = predictor.spec.input.max_tokens
-    cases = [(f"own input, {own} tokens", predictor, own)]
-    cases += [(f"wide input, cut at {limit}", wide, limit) for limit in CUTTING_LIMITS_TOKENS]
-    cases.append(("wide input, no limit", wide, WIDE_INPUT_TOKENS))
+    exact, wide = (float32_predictor(limit, scratch / f"float32-{limit}") for limit in (own, WIDE_INPUT_TOKENS))
+    cases = [(f"as served, {own} tokens", predictor, own), (f"float32, {own} tokens", exact, own)]
+    cases += [
+        (f"float32, up to {WIDE_INPUT_TOKENS} tokens, cut at {limit}", wide, limit) for limit in CUTTING_LIMITS_TOKENS
+    ]
+    cases.append((f"float32, up to {WIDE_INPUT_TOKENS} tokens, no limit", wide, WIDE_INPUT_TOKENS))
+    rows = []
     for name, model, limit in cases:
         encoded = [model.encode((Message("user", text),)) for text in texts]
         model.probabilities(encoded[:8])
@@ -221,14 +247,14 @@ def measure_batches(predictor: LengthPredictor, texts: Sequence[str], scratch: P
     return rows
 
 
-def with_input_limit(predictor: LengthPredictor, limit_tokens: int, scratch: Path) -> LengthPredictor:
-    """The same weights behind another input limit."""
-    folder = scratch / f"limit-{limit_tokens}"
+def float32_predictor(limit_tokens: int, folder: Path) -> LengthPredictor:
+    """The pipeline's checkpoint as the export stage writes it without 8-bit weights, behind another input limit."""
+    loaded = Checkpoint.load(CHECKPOINT, CALIBRATION)
+    spec, settings = loaded.spec, load_params().export
     folder.mkdir(parents=True, exist_ok=True)
-    source = Path(predictor.resolved.path)
-    for name in (MODEL_FILE, TOKENIZER_FILE, SPEC_FILE):
-        shutil.copyfile(source / name, folder / name)
-    spec = PredictorSpec.load(folder)
+    model = with_probabilities(loaded.network, spec.calibration.temperature)
+    write_onnx(model, folder / MODEL_FILE, spec.pad_token_id, settings.opset)
+    shutil.copyfile(CHECKPOINT / TOKENIZER_FILE, folder / TOKENIZER_FILE)
     replace(spec, input=replace(spec.input, max_tokens=limit_tokens)).save(folder)
     return LengthPredictor.load(str(folder), num_threads=1)
 
@@ -237,32 +263,42 @@ def with_input_limit(predictor: LengthPredictor, limit_tokens: int, scratch: Pat
 
 
 async def measure_latency(
-    predictor: LengthPredictor, model: Path, texts: Sequence[str], extent: Extent, core: int
+    predictor: LengthPredictor, model: Path, url: str, texts: Sequence[str], extent: Extent, core: int
 ) -> list[dict[str, Any]]:
-    """Forecast and prefill of the same prompts, one after the other, both on `core`."""
+    """Forecasts and prefills of the same prompts, a block of each, turn and turn about, the other side at rest.
+
+    The instance has no predictor; both run on `core`.
+    """
     rows = []
     tokenizer = load_tokenizer(str(model))
-    with _instance(Setting("none", None, False), model, (core,)) as url:
-        async with aiohttp.ClientSession() as session:
-            for length in extent.prompt_tokens:
-                prompts = prompts_of_length(texts, tokenizer, length, extent.num_prompts + 3)
-                own, prefill = [], []
-                for number, prompt in enumerate(prompts):
-                    with _on_cores((core,)):
+    async with aiohttp.ClientSession() as session:
+        for length in extent.prompt_tokens:
+            prompts = prompts_of_length(texts, tokenizer, length, extent.num_prompts)
+            own: list[float] = []
+            prefill: list[float] = []
+            for block in range(NUM_LATENCY_BLOCKS):
+                await asyncio.sleep(REST_S)
+                chosen = prompts[block::NUM_LATENCY_BLOCKS]
+                with _on_cores((core,)):
+                    predictor.predict_texts(chosen[:2])
+                    for prompt in chosen:
                         began = time.perf_counter()
                         predictor.predict_texts([prompt])
                         own.append((time.perf_counter() - began) * 1000)
-                    answer = await _prefill_leg(session, url, model.name, prompt, f"latency-{length}-{number}")
-                    prefill.append(answer[0])
-                rows.append(
-                    {
-                        "prompt_tokens": length,
-                        "predictor_ms": _percentiles(own[3:]),
-                        "prefill_ms": _percentiles(prefill[3:]),
-                        "predictor_raw_ms": own[3:],
-                        "prefill_raw_ms": prefill[3:],
-                    }
-                )
+                for number, prompt in enumerate([*chosen[:2], *chosen]):
+                    request_id = f"latency-{length}-{block}-{number}"
+                    took_ms, _ = await _prefill_leg(session, url, model.name, prompt, request_id)
+                    if number >= 2:  # the first ones wake the instance
+                        prefill.append(took_ms)
+            rows.append(
+                {
+                    "prompt_tokens": length,
+                    "predictor_ms": _percentiles(own),
+                    "prefill_ms": _percentiles(prefill),
+                    "predictor_raw_ms": own,
+                    "prefill_raw_ms": prefill,
+                }
+            )
     return rows
 
 
@@ -283,7 +319,7 @@ def prompts_of_length(texts: Sequence[str], tokenizer: Any, num_tokens: int, cou
 
 
 async def measure_co_running(
-    setting: Setting, model: Path, texts: Sequence[str], extent: Extent, cores: Sequence[int]
+    url: str, model: Path, texts: Sequence[str], extent: Extent, round_number: int
 ) -> dict[str, Any]:
     """Prefill legs on one instance at Poisson arrivals, then all at once; the same requests for every setting."""
     tokenizer = load_tokenizer(str(model))
@@ -296,28 +332,31 @@ async def measure_co_running(
         if len(prompts) == extent.num_requests:
             break
     arrivals = np.cumsum([rng.expovariate(extent.rate_per_s) for _ in prompts])
-    with _instance(setting, model, tuple(cores)) as url:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            for number in range(4):
-                await _prefill_leg(session, url, model.name, prompts[number], f"warm-{number}")
-            began = time.perf_counter()
 
-            async def one(number: int) -> tuple[float, bool]:
-                await asyncio.sleep(max(0.0, arrivals[number] - (time.perf_counter() - began)))
-                return await _prefill_leg(session, url, model.name, prompts[number], f"co-{number}")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
-            answers = await asyncio.gather(*(one(number) for number in range(len(prompts))))
-            elapsed_s = time.perf_counter() - began
-            began = time.perf_counter()
-            burst = (_prefill_leg(session, url, model.name, one, f"burst-{i}") for i, one in enumerate(prompts))
-            await asyncio.gather(*burst)
-            burst_s = time.perf_counter() - began
+        async def leg(number: int, phase: str) -> tuple[float, bool]:
+            return await _prefill_leg(session, url, model.name, prompts[number], f"{phase}-{round_number}-{number}")
+
+        for number in range(4):
+            await leg(number, "warm")
+        began = time.perf_counter()
+
+        async def at_arrival(number: int) -> tuple[float, bool]:
+            await asyncio.sleep(max(0.0, arrivals[number] - (time.perf_counter() - began)))
+            return await leg(number, "poisson")
+
+        answers = await asyncio.gather(*(at_arrival(number) for number in range(len(prompts))))
+        elapsed_s = time.perf_counter() - began
+        began = time.perf_counter()
+        burst = await asyncio.gather(*(leg(number, "burst") for number in range(len(prompts))))
+        burst_s = time.perf_counter() - began
     return {
-        "setting": setting.name,
         "latency_ms": [answer[0] for answer in answers],
         "is_forecast_of_model": [answer[1] for answer in answers],
         "elapsed_s": elapsed_s,
         "burst_s": burst_s,
+        "is_burst_forecast_of_model": [answer[1] for answer in burst],
     }
 
 
@@ -360,12 +399,13 @@ def _instance(setting: Setting, model: Path, cores: tuple[int, ...]) -> Iterator
         Role.PREFILL, "p0", url, prediction=prediction, transfer=TransferSettings(link="direct")
     )
     plan = InstancePlan(
-        str(model), settings, Device.CPU, "127.0.0.1", port, served_model_name=model.name, kv_cache_gib=4,
+        str(model), settings, Device.CPU, "127.0.0.1", port, served_model_name=model.name, kv_cache_gib=1,
         cores=cores[:1], is_local_model=True,
         # no prefix caching: the burst's prompts came before
         vllm_flags=("--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--no-enable-prefix-caching"),
     )  # fmt: skip
     environment, argv = build_instance_command(plan)
+    _shorten_leases(argv)
     LOG_FOLDER.mkdir(parents=True, exist_ok=True)
     # not pinned as a whole: the predictor must be free to go to its core; vLLM pins its own threads
     spec = ChildSpec("p0", (executable("vllm"), *argv[1:]), LOG_FOLDER / f"{setting.name}.log", environment, cores)
@@ -375,6 +415,14 @@ def _instance(setting: Setting, model: Path, cores: tuple[int, ...]) -> Iterator
         yield url
     finally:
         stop_all([child])
+
+
+def _shorten_leases(argv: list[str]) -> None:
+    """Nobody pulls the KV here, and an instance that holds pinned KV keeps stepping: `LEASE_S` instead of 30 s."""
+    place = argv.index("--kv-transfer-config") + 1
+    config = json.loads(argv[place])
+    config["kv_connector_extra_config"]["kv_lease_duration"] = LEASE_S
+    argv[place] = json.dumps(config)
 
 
 @contextmanager

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from serving_plugin.bench.compare import machine_facts, version_facts
 from serving_plugin.bench.report import write_atomically
+
+if TYPE_CHECKING:
+    from serving_plugin.predictor.model import LengthPredictor
 
 _WIDTH = 140
 
@@ -63,6 +66,15 @@ def deliver(record: Record, json_path: Path | None, report_path: Path | None) ->
     for table in record.tables():
         console.print(table)
     return record.is_complete
+
+
+def describe(predictor: LengthPredictor) -> str:
+    """One line: which version, trained on how many replies, and how it runs."""
+    found, spec = predictor.resolved, predictor.spec
+    return (
+        f"{found.name} version {found.version}: {sum(spec.train_counts)} training replies, "
+        f"{spec.input.max_tokens} tokens of input, {'8-bit' if predictor.is_quantised else 'float32'}; {spec.split}"
+    )
 
 
 def say(message: str) -> None:
