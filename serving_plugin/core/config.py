@@ -89,9 +89,9 @@ class ForecastSettings:
 class PredictionSettings:
     """The length predictor of a prefill instance. `model` None: history forecasts only.
 
-    `parallel` runs it beside prefill, `sequential` before it (TetriInfer 3.3.2). `timeout_s` bounds the wait for a
-    forecast after prefill has ended (parallel) or before it begins (sequential). `shadow_model` is asked at the same
-    time; nothing waits for it, and its forecasts decide nothing.
+    `parallel` runs it beside prefill, `sequential` before it (TetriInfer 3.3.2). A request waits for its forecast until
+    `timeout_s` after its arrival at the instance, in either mode; prefill may take longer, and what has come by its end
+    counts. `shadow_model` is asked at the same time; nothing waits for it, and its forecasts decide nothing.
     """
 
     model: str | None = None

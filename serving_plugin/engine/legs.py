@@ -70,17 +70,18 @@ class LegMiddleware:
             )
             return
         forecasting = asyncio.create_task(self._forecast(agent, str(meta["request_id"]), body))
-        wait_s = agent.settings.prediction.timeout_s
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + agent.settings.prediction.timeout_s
         try:
             if agent.settings.prediction.mode == "sequential":
-                await asyncio.wait([forecasting], timeout=wait_s)
+                await asyncio.wait([forecasting], timeout=deadline_s - loop.time())
             capture = _Capture()
             await self._app(scope, _replay(raw, receive), capture.send)
             if capture.status != 200:
                 await capture.pass_on(send)
                 return
             # Parallel mode: the forecast is usually here by now; late ones are replaced by history (never a hang).
-            await asyncio.wait([forecasting], timeout=wait_s)
+            await asyncio.wait([forecasting], timeout=max(0.0, deadline_s - loop.time()))
             forecast, forecast_ready_s = _result(forecasting, str(meta["request_id"]))
             answer = json.loads(capture.body)
             self._add_decision(agent, body, answer, forecast, forecast_ready_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ BODY = {"model": "m", "prompt": "hello", "kv_transfer_params": {"do_remote_decod
 class StandInAgent:
     """Answers like `Agent`; `delay_s` is how long its predictor takes."""
 
-    def __init__(self, role: Role = Role.PREFILL, mode: str = "parallel", delay_s: float = 0.0) -> None:
-        prediction = PredictionSettings(mode=mode, timeout_s=0.2)
+    def __init__(
+        self, role: Role = Role.PREFILL, mode: str = "parallel", delay_s: float = 0.0, timeout_s: float = 0.2
+    ) -> None:
+        prediction = PredictionSettings(mode=mode, timeout_s=timeout_s)
         self.settings = InstanceSettings(role, "p0", "http://127.0.0.1:1", prediction=prediction)
         self.role = role
         self.num_legs = {"prefill": 0, "decode": 0, "whole": 0}
@@ -94,10 +97,12 @@ async def test_predictor_runs_beside_or_before_the_engine(mode: str, first: str)
 
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
 async def test_a_late_forecast_is_not_waited_for_beyond_the_bound(mode: str) -> None:
-    agent = StandInAgent(mode=mode, delay_s=30)
+    agent = StandInAgent(mode=mode, delay_s=30, timeout_s=1.0)
+    began_s = time.monotonic()
     async with asyncio.timeout(5):
         status, answer = await call(agent, BODY, "prefill")
     assert status == 200
+    assert time.monotonic() - began_s < 1.9  # once, not before prefill and after it again
     assert agent.dispatched == [(None, 50)]
     assert answer["kv_transfer_params"]["tetri"]["times"]["forecast_ready_s"] is None
 
