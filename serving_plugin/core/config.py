@@ -91,7 +91,8 @@ class PredictionSettings:
 
     `parallel` runs it beside prefill, `sequential` before it (TetriInfer 3.3.2). A request waits for its forecast until
     `timeout_s` after its arrival at the instance, in either mode; prefill may take longer, and what has come by its end
-    counts. `shadow_model` is asked at the same time; nothing waits for it, and its forecasts decide nothing.
+    counts. `shadow_model` is asked at the same time; nothing waits for it, and its forecasts decide nothing. `core`
+    pins the predictor; never to a core of vLLM's worker, whose polling starves it (docs/benchmarks.md).
     """
 
     model: str | None = None
