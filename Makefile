@@ -21,7 +21,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: preflight-demo venv  ## Train the predictor, serve with it, compare with plain vLLM (under 25 minutes on two cores)
+demo: preflight-demo venv  ## Train the predictor, serve with it, compare with plain vLLM (about 25 minutes on two cores)
 	@echo "== 1/2  pipeline: prompts -> replies -> labels -> predictor -> registry (dvc repro)"
 	dvc repro
 	echo "== 2/2  serving: TetriServe and plain vLLM on the same requests"
