@@ -17,9 +17,17 @@ async def dispatch_by_broadcast(stub, request, leg):
     """As a dispatcher does: the decode instance is one that the gateway's broadcast names."""
     if leg.kind != "prefill":
         return await stub.generate(request, leg)
-    broadcast = stub.broadcasts[-1]
-    chosen = next(load.id for load in broadcast.loads if load.role is Role.DECODE)
+    for _ in range(500):  # the first one may come before the decode instances have joined
+        if named := [(one, load.id) for one in stub.broadcasts for load in loads_of(one)]:
+            break
+        await asyncio.sleep(0.02)
+    broadcast, chosen = named[-1]
     return await stub.prefill(leg, decode_id=chosen, decode_url=broadcast.urls[chosen])
+
+
+def loads_of(message):
+    """Loads of decode instances; the gateway's first message is a welcome and has none."""
+    return [load for load in getattr(message, "loads", ()) if load.role is Role.DECODE]
 
 
 async def main() -> None:

@@ -18,6 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from serving_plugin.bench.systems import free_ports
 from serving_plugin.cli import serve as serve_cli
 from serving_plugin.control import checks
 from serving_plugin.control.launcher import (
@@ -33,10 +34,19 @@ from serving_plugin.control.settings import GatewaySettings
 from serving_plugin.core.config import InstanceSettings, PredictionSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.types import Role
-from serving_plugin.processes import ChildSpec, free_port
+from serving_plugin.processes import ChildSpec
 
 SETTINGS = InstanceSettings(Role.PREFILL, "prefill-0", "http://127.0.0.1:8100", ("http://127.0.0.1:8000",))
 PLAN = InstancePlan("/m/tiny", SETTINGS, Device.CPU, "127.0.0.1", 8100, cores=(1,), is_local_model=True)
+
+
+def free_port() -> int:
+    """A port whose instances' ports, and those of their handshakes, are free as well: `tetri serve` takes them all."""
+    while True:
+        (port,) = free_ports(1)
+        instances = [port + 100 + i for i in range(4)]
+        if all(checks.preflight.port_problem(one + above, "") is None for one in instances for above in (0, 10_000)):
+            return port
 
 
 @pytest.fixture
