@@ -163,8 +163,8 @@ def _read_conversation(path: Path) -> tuple[Message, ...]:
         raise ConfigurationError(
             f'{path} is no conversation ({reason}); give JSON such as [{{"role": "user", "content": "Hello"}}]'
         ) from None
-    if not messages:
-        raise ConfigurationError(f"{path} holds no message; the last one is the question")
+    if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
+        raise ConfigurationError(f"{path} ends without a question; its last message must be a user's, with content")
     return messages
 
 
@@ -249,6 +249,7 @@ def _print_scores(report: dict[str, Any], granularity_tokens: int) -> None:
         ("ECE", "ece", ""),
         (f"covered by the {report['coverage_nominal']:.0%} quantile", "coverage", ""),
         ("over-reserved by it, tokens", "over_reserved_tokens", ""),
+        ("over-reserved at exactly that coverage", "over_reserved_at_coverage_tokens", ""),
     ]
     for label, key, baseline in lines:
         low, high = report.get(f"{key}_low"), report.get(f"{key}_high")

@@ -69,7 +69,13 @@ def test_half_a_surrogate_pair_is_printed_as_a_question_mark(
     assert "half ?" in result.output
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "5", '{"text": "hello"}', '["hello"]', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[]", "5", '{"text": "hello"}', '["hello"]', "[" * 100_000,
+        '[{"role": "user"}]', '[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_conversation_is_one_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     path.write_text(content)
