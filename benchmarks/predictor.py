@@ -60,9 +60,8 @@ WIDE_INPUT_TOKENS = 512
 BATCH_SIZE = 8
 NUM_LATENCY_BLOCKS = 3
 LEASE_S = 6
-REST_S = (
-    LEASE_S + 2.0
-)  # after which an instance that was asked sleeps: leases have run out, and vLLM's readers spin no more
+# After that an instance that was asked sleeps: its leases have run out, and vLLM's readers spin no more.
+REST_S = LEASE_S + 2.0
 
 
 __all__ = ["deliver", "run"]

@@ -87,10 +87,11 @@ def run(model: Path, is_short: bool) -> RefreshResult:
     """Measure with the champion of the registry on the pipeline's prepared and labelled data."""
     predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=2)
     limit = 200 if is_short else None
-    fit_rows, test_rows = (read_rows(LABELLED_FOLDER / f"{name}.jsonl")[:limit] for name in ("calibration", "test"))
+    fit_rows, test_rows = (read_rows(LABELLED_FOLDER / f"{name}.jsonl") for name in ("calibration", "test"))
+    expected = split_name(load_params(), test_rows)
+    fit_rows, test_rows = fit_rows[:limit], test_rows[:limit]
     if any(row.source != "recorded" for row in (*fit_rows[:1], *test_rows[:1])):
         raise ConfigurationError("this benchmark reads the recorded replies' text: set label.source to recorded")
-    expected = split_name(load_params(), read_rows(LABELLED_FOLDER / "test.jsonl"))
     if predictor.spec.split != expected:
         trained = predictor.spec.split or "unknown"
         raise ConfigurationError(
