@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from serving_plugin.core.admit import ActiveDecode, DecodePool, Newcomer, fits_now
 from serving_plugin.core.chunk import step_token_budget
+from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.order import QueuedPrompt, next_round
@@ -46,21 +47,31 @@ class TetriSchedulerMixin(_SchedulerBase):
             raise ConfigurationError(
                 f"--scheduling-policy {self.policy.value}: TetriServe orders the queue itself; leave it at fcfs"
             )
-        config = self.vllm_config.kv_transfer_config
         settings = settings_of(self.vllm_config)
-        self.tetri_settings = settings
-        self.tetri_role = settings.role
-        self.tetri_tracker = RequestTracker(settings.forecast)
+        self.configure(settings)
         self.tetri_totals = {"num_prompt_tokens_computed": 0, "num_prompt_tokens_loaded": 0, "num_output_tokens": 0}
-        self._order = resolve_policy("order", settings.order.policy)
-        self._chunk = resolve_policy("chunk", settings.chunk.policy)
-        self._admit = resolve_policy("admit", settings.admit.policy)
         self._round_ids: list[str] = []
         self._num_vetoed_tokens = 0
         self._prefill_busy_s = 0.0
         self._prefill_step_started_s: float | None = None
-        self._publisher = LoadPublisher(config.engine_id, settings.report_interval_s)
+        self._publisher = LoadPublisher(self.vllm_config.kv_transfer_config.engine_id, settings.report_interval_s)
         self._publish()
+
+    def configure(self, settings: InstanceSettings) -> None:
+        """Take role, policies and bounds from `settings`, with a fresh tracker; nothing may be in flight.
+
+        Raises:
+            ConfigurationError: a policy is unknown, or requests are in flight.
+        """
+        if self.requests:
+            raise ConfigurationError(f"{len(self.requests)} requests are in flight: drain the instance first")
+        order = resolve_policy("order", settings.order.policy)
+        chunk = resolve_policy("chunk", settings.chunk.policy)
+        admit = resolve_policy("admit", settings.admit.policy)
+        self._order, self._chunk, self._admit = order, chunk, admit
+        self.tetri_settings = settings
+        self.tetri_role = settings.role
+        self.tetri_tracker = RequestTracker(settings.forecast)
 
     # What vLLM calls
 

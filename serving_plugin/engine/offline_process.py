@@ -1,0 +1,162 @@
+"""An `OfflineEngine` in a process of its own, on a core of its own, that runs functions we send it.
+
+This module imports no vLLM, so that whoever only steers engines stays light.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from serving_plugin.core.config import InstanceSettings
+from serving_plugin.core.errors import TetriError
+from serving_plugin.processes import free_port
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 10.0
+
+
+class OfflineEngineError(TetriError):
+    """An offline engine could not be started, or a function in it failed; the text is the engine's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine to measure. `settings` None: vLLM's own scheduler. `core`: pinned there; None: not pinned.
+
+    `num_blocks`: size of the KV pool; None: as many as fit `kv_cache_gib` (GiB). `chunk` of vLLM's own scheduler is
+    `max_num_batched_tokens`.
+    """
+
+    model: str
+    settings: InstanceSettings | None = None
+    core: int | None = 0
+    dtype: str = "auto"
+    block_size_tokens: int = 32
+    num_blocks: int | None = None
+    kv_cache_gib: int = 1
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len_tokens: int = 2048
+    kv_lease_s: int = 30
+
+
+def environment_of(spec: EngineSpec) -> dict[str, str]:
+    """What must stand in the environment before vLLM is imported."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this very process: nothing polls
+        "VLLM_PLUGINS": "tetri" if spec.settings is not None else "",
+        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if spec.core is None else str(spec.core),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "NIXL_LOG_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1" if spec.core is not None else str(os.cpu_count() or 1),
+    }
+
+
+class EngineProcess:
+    """Started on entry, stopped on exit. `call` runs a module-level function as `function(engine, *args)` over there."""
+
+    def __init__(self, spec: EngineSpec, log_path: str = os.devnull) -> None:
+        self._spec = spec
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(spec, theirs, log_path), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._is_ready = False
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Block until the model is loaded. Raises `OfflineEngineError` if that fails or takes longer."""
+        if not self._is_ready:
+            self._receive(timeout_s)
+            self._is_ready = True
+
+    def start_call(self, function: Callable[..., T], *args: Any) -> None:
+        """Begin a call; `result` waits for it. One at a time."""
+        self.wait_until_ready()
+        self._pipe.send((function, args))
+
+    def result(self, timeout_s: float) -> Any:
+        """What the call that was begun returned. Raises `OfflineEngineError` if it raised or takes longer."""
+        return self._receive(timeout_s)
+
+    def call(self, function: Callable[..., T], *args: Any, timeout_s: float = 600.0) -> T:
+        """`start_call` and `result`."""
+        self.start_call(function, *args)
+        result: T = self.result(timeout_s)
+        return result
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            self.close()
+            raise OfflineEngineError(f"the engine gave no answer within {timeout_s:g} s")
+        try:
+            is_ok, value = self._pipe.recv()
+        except EOFError:
+            self.close()
+            raise OfflineEngineError(f"the engine's process ended (exit code {self._process.exitcode})") from None
+        if not is_ok:
+            raise OfflineEngineError(value)
+        return value
+
+    def close(self) -> None:
+        """End the process within a bound; idempotent."""
+        self._pipe.close()  # an idle engine sees the end of its pipe and leaves
+        self._process.join(timeout=1.0 if self._is_ready else 0.0)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(timeout=STOP_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(timeout=STOP_TIMEOUT_S)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _serve(spec: EngineSpec, pipe: Connection, log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.environ.update(environment_of(spec))
+    if spec.core is not None:
+        os.sched_setaffinity(0, {spec.core})
+    try:
+        from serving_plugin.engine.offline import OfflineEngine
+
+        engine = OfflineEngine(spec)
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send((False, f"the engine did not start: {type(error).__name__}: {error}"))
+        return
+    pipe.send((True, None))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(engine, *args))
+        except Exception as error:
+            traceback.print_exc()
+            answer = (False, f"{getattr(function, '__name__', function)}: {type(error).__name__}: {error}")
+        try:
+            pipe.send(answer)
+        except (BrokenPipeError, OSError):
+            break
+    os._exit(0)  # vLLM's and NIXL's threads need not be waited for
