@@ -1,4 +1,4 @@
-"""`python -m benchmarks --list` and `python -m benchmarks NAME [--short] [--json FILE] [--plot FILE] [--report FILE]`."""
+"""`python -m benchmarks --list`, `python -m benchmarks NAME [--short] [--json FILE] [--plot FILE] [--report FILE]`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the experiments run inside offline engines: prompts, prefill that holds its KV cache, decoding of it elsewhere.
 
-Functions here are called through `EngineProcess.call(function, ...)`: their first argument is the engine. A prefill engine
-hands each finished prompt's transfer parameters to a decode engine through a folder (`Mailbox`), as a gateway would
-with the answers of prefill legs.
+Functions here are called through `EngineProcess.call(function, ...)`: their first argument is the engine. A prefill
+engine hands each finished prompt's transfer parameters to a decode engine through a folder (`Mailbox`), as a gateway
+would with the answers of prefill legs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def decode(
     while num_left or engine.scheduler.has_unfinished_requests():
         now_s = time.perf_counter() - start_s
         if now_s > timeout_s:
-            raise TimeoutError(f"{num_left} requests have not come, {len(engine.scheduler.requests)} run, {timeout_s:g} s")
+            raise TimeoutError(f"{num_left} to come and {len(engine.scheduler.requests)} running after {timeout_s:g} s")
         while coming and coming[0].arrival_s <= now_s:
             job = coming.pop(0)
             params = {"tetri": {"request_id": job.id, **job.forecast}}

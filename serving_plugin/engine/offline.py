@@ -66,6 +66,8 @@ class OfflineEngine:
     def __init__(self, spec: EngineSpec) -> None:
         """Load the model. The environment of `offline_process.environment_of` must be set before vLLM is imported."""
         args: dict[str, Any] = {}
+        if spec.num_blocks is not None:
+            args["num_gpu_blocks_override"] = spec.num_blocks + 1  # one is vLLM's null block
         if spec.settings is not None:
             args["scheduler_cls"] = SCHEDULER_FACTORY
             args["kv_transfer_config"] = {
@@ -84,7 +86,6 @@ class OfflineEngine:
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_model_len=spec.max_model_len_tokens,
-            num_gpu_blocks_override=None if spec.num_blocks is None else spec.num_blocks + 1,  # one is vLLM's null block
             disable_log_stats=True,
             **args,
         ).create_engine_config()

@@ -66,7 +66,7 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
 
 
 class EngineProcess:
-    """Started on entry, stopped on exit. `call` runs a module-level function as `function(engine, *args)` over there."""
+    """Started when made, stopped on exit. `call` runs a module-level function over there: `function(engine, *args)`."""
 
     def __init__(self, spec: EngineSpec, log_path: str = os.devnull) -> None:
         self._spec = spec
