@@ -1,26 +1,35 @@
 """Admit: whether a decode instance takes a waiting request into its batch now. Pure arithmetic; standard library only.
 
 Definitions: docs/definitions.md, "Blocks on a decode instance". Source: TetriInfer 3.4 for greedy, reserve_static and
-reserve_dynamic; reserve_static_net and reserve_peak are ours. Lengths are ranges; the true length is never seen.
+reserve_dynamic; reserve_static_net, reserve_peak and reserve_expected are ours. Lengths are ranges or distributions;
+the true length is never seen. A policy judges one request; `admit_queue` says who of a whole queue is admitted now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import sqrt
+from statistics import NormalDist
 
-from serving_plugin.core.forecast import LengthRange
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.forecast import LengthForecast, LengthRange
 from serving_plugin.core.types import num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveDecode:
-    """A request that runs, loads or waits loaded; `length_range` is in force now, `num_held_blocks` are its own."""
+    """A request that runs, loads or waits loaded; `length_range` is in force now, `num_held_blocks` are its own.
+
+    `forecast`: the distribution that the range came from; None: every length in the range is equally likely.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
     length_range: LengthRange
     num_held_blocks: int
+    forecast: LengthForecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +44,85 @@ class Newcomer:
     num_prompt_tokens: int
     length_range: LengthRange
     num_cached_blocks: int = 0
+    forecast: LengthForecast | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodePool:
-    """KV blocks of one decode instance and who is active on it. Blocks in total exclude vLLM's null block."""
+    """KV blocks of one decode instance and who is active on it. Blocks in total exclude vLLM's null block.
+
+    `overflow_probability` is the risk that reserve_expected takes. What several newcomers are judged by is worked out
+    once: the cached properties.
+    """
 
     block_size_tokens: int
     num_total_blocks: int
     num_free_blocks: int
     active: tuple[ActiveDecode, ...]
+    overflow_probability: float = 0.02
+
+    def with_newcomer(self, newcomer: Newcomer) -> DecodePool:
+        """The pool once `newcomer` holds the blocks of its prompt."""
+        held = num_blocks(newcomer.num_prompt_tokens, self.block_size_tokens)
+        joined = ActiveDecode(newcomer.num_prompt_tokens, 0, newcomer.length_range, held, newcomer.forecast)
+        return replace(
+            self,
+            num_free_blocks=self.num_free_blocks - held + newcomer.num_cached_blocks,
+            active=(*self.active, joined),
+        )
+
+    @cached_property
+    def num_outstanding_low_blocks(self) -> int:
+        """Blocks that active requests still have to take to reach the lower end of their ranges."""
+        size = self.block_size_tokens
+        return sum(
+            max(0, num_blocks(q.num_prompt_tokens + q.length_range.low_tokens, size) - q.num_held_blocks)
+            for q in self.active
+        )
+
+    @cached_property
+    def first_release(self) -> tuple[int, int]:
+        """(tokens until the first request reaches `high`, blocks in use then, less those that it gives back)."""
+        size = self.block_size_tokens
+        shortest = min(_tokens_left(q) for q in self.active)
+        grown = [num_blocks(q.num_prompt_tokens + q.num_output_tokens + shortest, size) for q in self.active]
+        released = min(blocks for q, blocks in zip(self.active, grown, strict=True) if _tokens_left(q) == shortest)
+        return shortest, sum(grown) - released
+
+    @cached_property
+    def by_tokens_left(self) -> list[tuple[int, int]]:
+        """(tokens left to `high`, tokens now) of the active requests, last completion first."""
+        return sorted(((_tokens_left(q), q.num_prompt_tokens + q.num_output_tokens) for q in self.active), reverse=True)
+
+    @cached_property
+    def horizons_tokens(self) -> list[int]:
+        """Moments at which reserve_expected looks, in tokens from now: each half as far again as the one before."""
+        ends = [q.forecast.edges_tokens[-1] if q.forecast else q.length_range.high_tokens for q in self.active]
+        horizons, horizon, end = [1], self.block_size_tokens, max([*ends, self.block_size_tokens])
+        while horizon < end:
+            horizons.append(horizon)
+            horizon += max(1, horizon // 2)
+        return [*horizons, end]
+
+    @cached_property
+    def expected_use(self) -> list[tuple[float, float]]:
+        """Mean and variance of the blocks in use at each horizon, lengths being independent."""
+        means, variances = [0.0] * len(self.horizons_tokens), [0.0] * len(self.horizons_tokens)
+        for q in self.active:
+            tokens = q.num_prompt_tokens + q.num_output_tokens
+            alive = _alive(q.forecast, q.length_range, q.num_output_tokens, self.horizons_tokens)
+            for i, (horizon, share) in enumerate(zip(self.horizons_tokens, alive, strict=True)):
+                if share <= 0.0:
+                    break
+                blocks = num_blocks(tokens + horizon, self.block_size_tokens)
+                means[i] += share * blocks
+                variances[i] += share * (1.0 - share) * blocks * blocks
+        return list(zip(means, variances, strict=True))
+
+    @cached_property
+    def overflow_deviations(self) -> float:
+        """Standard deviations above the mean that are passed with `overflow_probability`."""
+        return NormalDist().inv_cdf(1.0 - self.overflow_probability)
 
 
 AdmitPolicy = Callable[[Newcomer, DecodePool], bool]
@@ -85,12 +163,8 @@ def reserve_static_net(newcomer: Newcomer, pool: DecodePool) -> bool:
         return False
     if not pool.active:
         return True
-    size = pool.block_size_tokens
-    outstanding = sum(
-        max(0, num_blocks(q.num_prompt_tokens + q.length_range.low_tokens, size) - q.num_held_blocks)
-        for q in pool.active
-    )
-    return _new_blocks(newcomer, newcomer.length_range.low_tokens, pool) <= pool.num_free_blocks - outstanding
+    needed = _new_blocks(newcomer, newcomer.length_range.low_tokens, pool)
+    return needed <= pool.num_free_blocks - pool.num_outstanding_low_blocks
 
 
 def reserve_dynamic(newcomer: Newcomer, pool: DecodePool) -> bool:
@@ -103,12 +177,9 @@ def reserve_dynamic(newcomer: Newcomer, pool: DecodePool) -> bool:
         return False
     if not pool.active:
         return True
-    size = pool.block_size_tokens
-    shortest = min(_tokens_left(q) for q in pool.active)
-    grown = [num_blocks(q.num_prompt_tokens + q.num_output_tokens + shortest, size) for q in pool.active]
-    released = min(blocks for q, blocks in zip(pool.active, grown, strict=True) if _tokens_left(q) == shortest)
+    shortest, num_used_blocks = pool.first_release
     needed = _new_blocks(newcomer, min(shortest, newcomer.length_range.high_tokens), pool)
-    return sum(grown) - released + needed <= pool.num_total_blocks
+    return num_used_blocks + needed <= pool.num_total_blocks
 
 
 def reserve_peak(newcomer: Newcomer, pool: DecodePool) -> bool:
@@ -126,9 +197,8 @@ def reserve_peak(newcomer: Newcomer, pool: DecodePool) -> bool:
     if not pool.active:
         return True
     size, total = pool.block_size_tokens, pool.num_total_blocks
-    batch = [(_tokens_left(q), q.num_prompt_tokens + q.num_output_tokens) for q in pool.active]
-    batch.append((newcomer.length_range.high_tokens, newcomer.num_prompt_tokens))
-    batch.sort(reverse=True)
+    batch = [*pool.by_tokens_left, (newcomer.length_range.high_tokens, newcomer.num_prompt_tokens)]
+    batch.sort(reverse=True)  # nearly sorted: linear
     num_by_remainder = [0] * size
     whole_blocks = 0
     for position, (left, tokens) in enumerate(batch):
@@ -144,6 +214,112 @@ def reserve_peak(newcomer: Newcomer, pool: DecodePool) -> bool:
         if blocks > total:
             return False
     return True
+
+
+def reserve_expected(newcomer: Newcomer, pool: DecodePool) -> bool:
+    """Admit iff at no moment ahead more blocks are needed than there are, but for a small probability (ours).
+
+    The blocks that a batch needs in t tokens are a sum of independent terms: `blocks(prompt + out + t)` if the request
+    still runs then, else nothing. Admit iff at every horizon mean + z * standard deviation <= total, z from the pool's
+    `overflow_probability`. Reserving `high` for everybody (reserve_peak) pays for all being long at once; a batch's
+    requests are not. Source of the idea that the batch, not the request, is what must fit: LightLLM Past-Future (arXiv
+    2507.10150), which samples lengths from history.
+    """
+    if not fits_now(newcomer, pool):
+        return False
+    if not pool.active:
+        return True
+    alive = _alive(newcomer.forecast, newcomer.length_range, 0, pool.horizons_tokens)
+    for horizon, share, (mean, variance) in zip(pool.horizons_tokens, alive, pool.expected_use, strict=True):
+        blocks = num_blocks(newcomer.num_prompt_tokens + horizon, pool.block_size_tokens)
+        mean += share * blocks
+        variance += share * (1.0 - share) * blocks * blocks
+        if mean + pool.overflow_deviations * sqrt(variance) > pool.num_total_blocks:
+            return False
+    return True
+
+
+def _alive(
+    forecast: LengthForecast | None, length_range: LengthRange, num_output_tokens: int, horizons_tokens: Sequence[int]
+) -> list[float]:
+    """P(still running `t` tokens from now) for each of `horizons_tokens`, which rise."""
+    if forecast is None:
+        forecast = LengthForecast.one_hot(length_range)
+    ahead = [num_output_tokens, *(num_output_tokens + horizon for horizon in horizons_tokens)]
+    over = forecast.survival(ahead)
+    if over[0] <= 1e-6:  # longer than the forecast thought possible
+        over = forecast.given_more_than(num_output_tokens).survival(ahead)
+    return [min(1.0, share / over[0]) for share in over[1:]]
+
+
+ADMIT_ORDERS = ("arrival", "shortest_expected")
+MAX_REFUSALS = 32  # a queue of hundreds is not judged to its end each time
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request in a decode instance's queue.
+
+    `num_overtaken`: later arrivals that were admitted before it. `vetoed_s`: how long it has been first in line and
+    refused by the policy. `expected_tokens`: mean of its forecast.
+    """
+
+    newcomer: Newcomer
+    expected_tokens: float = 0.0
+    num_overtaken: int = 0
+    vetoed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRules:
+    """How a queue is judged. `num_seats`: requests that the engine can still run (`max_num_seqs` less the active)."""
+
+    num_seats: int
+    order: str = "arrival"
+    max_veto_s: float = 10.0
+    max_overtaken: int = 64
+
+
+def admit_queue(
+    queue: Sequence[Candidate], pool: DecodePool, policy: AdmitPolicy, rules: QueueRules
+) -> tuple[list[int], DecodePool]:
+    """Which of `queue` (in order of arrival) are admitted now, as indices in the order of admission; and the pool then.
+
+    - Each is judged after those admitted before it. On an empty instance the first is admitted: vLLM's own rule decides
+      whether its prompt fits, so that one which only just fits never waits for ever.
+    - A refused request may be overtaken, at most `max_overtaken` times: then it comes first and nobody passes it.
+    - A veto is bounded: one that was first in line and refused for `max_veto_s` is admitted as soon as its prompt fits.
+    - `greedy` is vLLM's own rule, and there nobody overtakes.
+
+    Raises:
+        ConfigurationError: an unknown order.
+    """
+    if rules.order not in ADMIT_ORDERS:
+        raise ConfigurationError(f"admit.order={rules.order!r} is unknown; known: {', '.join(ADMIT_ORDERS)}")
+    overdue = [
+        index
+        for index, candidate in enumerate(queue)
+        if candidate.num_overtaken >= rules.max_overtaken or candidate.vetoed_s > rules.max_veto_s
+    ]
+    first = frozenset(overdue)
+    rest = [index for index in range(len(queue)) if index not in first]
+    if rules.order == "shortest_expected":
+        rest.sort(key=lambda index: queue[index].expected_tokens)
+    admitted: list[int] = []
+    num_refused = 0
+    for index in (*overdue, *rest):
+        if len(admitted) >= rules.num_seats or num_refused >= MAX_REFUSALS:
+            break
+        candidate = queue[index]
+        judge = fits_now if candidate.vetoed_s > rules.max_veto_s else policy
+        if not pool.active or judge(candidate.newcomer, pool):
+            admitted.append(index)
+            pool = pool.with_newcomer(candidate.newcomer)
+        elif index in first or policy is greedy:
+            break
+        else:
+            num_refused += 1
+    return admitted, pool
 
 
 def _tokens_left(active: ActiveDecode) -> int:
@@ -164,4 +340,5 @@ ADMIT_POLICIES: dict[str, AdmitPolicy] = {
     "reserve_static_net": reserve_static_net,
     "reserve_dynamic": reserve_dynamic,
     "reserve_peak": reserve_peak,
+    "reserve_expected": reserve_expected,
 }

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from serving_plugin.core.admit import ADMIT_ORDERS
 from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.place import DEFAULT_PINNED_BUDGET
 from serving_plugin.core.types import Role
 
 T = TypeVar("T")
@@ -59,13 +61,32 @@ class DispatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdmitSettings:
-    """When a decode instance admits a request. After `max_veto_s` it is admitted as soon as its prompt fits."""
+    """When a decode instance admits a request, and how long it may wait.
+
+    `order`: `arrival`, or `shortest_expected` (fewest expected output tokens first). A request is overtaken at most
+    `max_overtaken` times. First in line and refused for `max_veto_s`, it is admitted as soon as its prompt fits; one
+    that has waited so long may also be sent to a decode instance with room. After `max_wait_s` in an instance's queue
+    (prefill or decode) the client gets 429. `overflow_probability`: the risk that reserve_expected takes.
+    """
 
     policy: str = "reserve_dynamic"
+    order: str = "arrival"
     max_veto_s: float = 10.0
+    max_overtaken: int = 64
+    max_wait_s: float = 300.0
+    overflow_probability: float = 0.02
 
     def __post_init__(self) -> None:
+        _require(self.order in ADMIT_ORDERS, "admit.order", self.order, " or ".join(ADMIT_ORDERS))
         _require(self.max_veto_s > 0, "admit.max_veto_s", self.max_veto_s, "above 0 seconds")
+        _require(self.max_overtaken >= 1, "admit.max_overtaken", self.max_overtaken, "1 or more")
+        _require(self.max_wait_s > 0, "admit.max_wait_s", self.max_wait_s, "above 0 seconds")
+        _require(
+            0 < self.overflow_probability < 0.5,
+            "admit.overflow_probability",
+            self.overflow_probability,
+            "between 0 and 0.5",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +142,21 @@ LINKS = ("auto", "direct")
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """How KV caches travel. `auto`: UCX chooses among all transports. `direct`: shared memory, instances on one host.
+    """How KV caches travel, and how much of the pool may wait for that.
+
+    `auto`: UCX chooses among all transports. `direct`: shared memory, instances on one host.
 
     Over TCP, UCX emulates a READ with messages that both sides must progress, on a thread that spins meanwhile; over
     shared memory the reader copies alone. `direct` gives up UCX's detection of dead peers, which has no shared memory.
+    `pinned_budget`: share of a prefill instance's KV pool that may wait to be pulled; beyond it no prefill starts.
     """
 
     link: str = "auto"
+    pinned_budget: float = DEFAULT_PINNED_BUDGET
 
     def __post_init__(self) -> None:
         _require(self.link in LINKS, "transfer.link", self.link, " or ".join(LINKS))
+        _require(0 < self.pinned_budget <= 1, "transfer.pinned_budget", self.pinned_budget, "above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,21 @@ class LengthForecast:
             over += p * min(1.0, max(0.0, (high - 1 - num_tokens) / (high - low)))
         return over
 
+    def survival(self, num_tokens: Sequence[int]) -> list[float]:
+        """P(length > x) for each x of `num_tokens`, which rise: `probability_over` in one pass over the buckets."""
+        result, bucket, before = [], 0, 0.0  # `before`: probability of the buckets that end below x
+        edges, last = self.edges_tokens, len(self.probabilities)
+        for x in num_tokens:
+            while bucket < last and edges[bucket + 1] <= x + 1:
+                before += self.probabilities[bucket]
+                bucket += 1
+            inside = 0.0
+            if bucket < last and x >= edges[bucket]:
+                low, high = edges[bucket], edges[bucket + 1]
+                inside = self.probabilities[bucket] * (x + 1 - low) / (high - low)
+            result.append(max(0.0, 1.0 - before - inside) if bucket < last else 0.0)
+        return result
+
     def is_heavy(self, over_tokens: int = HEAVY_DECODE_OVER_TOKENS) -> bool:
         """Heavy decode: P(length > threshold) >= 0.5; for a one-hot bucket, its midpoint over the threshold."""
         if self.is_one_hot:

@@ -12,14 +12,23 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """General plugin: gives EngineCore the utility call `tetri_inspect`. Idempotent; vLLM calls it in every process."""
+    """General plugin: gives EngineCore the utility calls `tetri_*`. Idempotent; vLLM calls it in every process."""
     from vllm.v1.engine.core import EngineCore
 
     def tetri_inspect(self: Any, what: str) -> dict[str, Any]:
         result: dict[str, Any] = self.scheduler.tetri_inspect(what)
         return result
 
+    def tetri_withdraw(self: Any, own_id: str, keep_remote_kv: bool) -> bool:
+        return bool(self.scheduler.withdraw(own_id, keep_remote_kv))
+
+    def tetri_set_chunk_tokens(self: Any, chunk_tokens: int) -> int:
+        self.scheduler.set_chunk_tokens(chunk_tokens)
+        return chunk_tokens
+
     EngineCore.tetri_inspect = tetri_inspect
+    EngineCore.tetri_withdraw = tetri_withdraw
+    EngineCore.tetri_set_chunk_tokens = tetri_set_chunk_tokens
 
 
 class TetriEndpoint:

@@ -2,14 +2,18 @@
 
 One idea: before each step, `self.waiting` is swapped for the requests that the policies admit, in the policies' order;
 vLLM schedules that queue as it always does; afterwards the full queue is restored in arrival order. vLLM never asks per
-request, blocks stay unallocated until admission, and aborts and counts outside the step see the whole queue.
+request, blocks stay unallocated until admission, and aborts and counts outside the step see the whole queue. A decode
+instance's queue is judged when something has changed (a request came, ended or was preempted) or `JUDGE_EVERY_STEPS`
+later, and loads are published when they are due, so that a step costs little however many requests run.
 Source: TetriInfer 3.3.1 (order, chunk) and 3.4 (admission). vLLM 0.32.0 internals: `v1/core/sched/scheduler.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -17,7 +21,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from serving_plugin.core.admit import ActiveDecode, DecodePool, Newcomer, fits_now
+from serving_plugin.core.admit import ActiveDecode, Candidate, DecodePool, Newcomer, QueueRules, admit_queue
 from serving_plugin.core.chunk import step_token_budget
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
@@ -36,6 +40,11 @@ else:
     _SchedulerBase = object  # a mixin over both of vLLM's classes
 
 
+JUDGE_EVERY_STEPS = 8
+# A snapshot is shipped every report interval; one that is a quarter of it old is as good as new.
+PUBLISH_INTERVAL_SHARE = 0.25
+
+
 class TetriSchedulerMixin(_SchedulerBase):
     """Order, chunk and admission around vLLM's `schedule`; publishes loads; keeps the request tracker."""
 
@@ -47,14 +56,30 @@ class TetriSchedulerMixin(_SchedulerBase):
             raise ConfigurationError(
                 f"--scheduling-policy {self.policy.value}: TetriServe orders the queue itself; leave it at fcfs"
             )
-        settings = settings_of(self.vllm_config)
-        self.configure(settings)
-        self.tetri_totals = {"num_prompt_tokens_computed": 0, "num_prompt_tokens_loaded": 0, "num_output_tokens": 0}
+        self.tetri_totals = dict.fromkeys(
+            (
+                "num_prompt_tokens_computed",
+                "num_prompt_tokens_loaded",
+                "num_tokens_recomputed",
+                "num_output_tokens",
+                "num_preemptions",
+            ),
+            0,
+        )
+        self.configure(settings_of(self.vllm_config))
         self._round_ids: list[str] = []
-        self._num_vetoed_tokens = 0
+        self._prefilling: dict[str, Tracked] = {}  # scheduled, prompt not yet computed to its end
+        self._recomputing: dict[str, int] = {}  # preempted and back: tokens whose KV cache was lost
+        self._must_judge = True
+        self._num_steps_unjudged = 0
         self._prefill_busy_s = 0.0
-        self._prefill_step_started_s: float | None = None
-        self._publisher = LoadPublisher(self.vllm_config.kv_transfer_config.engine_id, settings.report_interval_s)
+        self._busy_until_s = 0.0
+        # Start of each step under way, None without prompt tokens.
+        self._prefill_steps: deque[float | None] = deque(maxlen=8)
+        self._published_s = 0.0
+        self._publisher = LoadPublisher(
+            self.vllm_config.kv_transfer_config.engine_id, self.tetri_settings.report_interval_s
+        )
         self._publish()
 
     def configure(self, settings: InstanceSettings) -> None:
@@ -73,28 +98,50 @@ class TetriSchedulerMixin(_SchedulerBase):
         self.tetri_role = settings.role
         self.tetri_tracker = RequestTracker(settings.forecast)
 
+    def set_chunk_tokens(self, chunk_tokens: int) -> None:
+        """Another bound for the prompt tokens of a step, from the next step on; 0: vLLM's own.
+
+        Raises:
+            ConfigurationError: below 0.
+        """
+        chunk = replace(self.tetri_settings.chunk, chunk_tokens=chunk_tokens)
+        self.tetri_settings = replace(self.tetri_settings, chunk=chunk)
+
     # What vLLM calls
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step: offer the admissible queue, let vLLM schedule it, restore the full queue."""
-        full = list(self.waiting)
-        offered = self._offered(full) if full else []
+        full = self.waiting
+        if not full:
+            self.max_num_scheduled_tokens = self._step_token_budget(())
+            output = super().schedule(*args, **kwargs)  # preempted requests join the queue, which is empty
+            self._must_judge |= bool(self.waiting)
+            self._after_schedule(output, ())
+            return output
+        waiting = list(full)
+        offered = self._offered(waiting)
         self.max_num_scheduled_tokens = self._step_token_budget(offered)
         self.waiting = _queue_of(self.policy, offered)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            self.waiting = _queue_of(self.policy, _restored(full, offered, list(self.waiting)))
+            left = self.waiting
+            self.waiting = full
+            if offered or left:
+                _restore(full, waiting, offered, list(left))
+        self._must_judge |= bool(left)  # offered and not taken, or preempted
         self._after_schedule(output, offered)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's bookkeeping of a finished step, then loads and transfer times."""
-        if self._prefill_step_started_s is not None:
-            self._prefill_busy_s += time.monotonic() - self._prefill_step_started_s
-            self._prefill_step_started_s = None
+        started_s = self._prefill_steps.popleft() if self._prefill_steps else None
+        if started_s is not None:
+            now_s = time.monotonic()
+            self._prefill_busy_s += now_s - max(started_s, self._busy_until_s)  # async steps overlap
+            self._busy_until_s = now_s
         result = super().update_from_output(scheduler_output, model_runner_output)
-        self._publish()
+        self._publish_if_due()
         return result
 
     def add_request(self, request: Request) -> None:
@@ -110,7 +157,8 @@ class TetriSchedulerMixin(_SchedulerBase):
                 unix_now_s(),
             )
         super().add_request(request)
-        self._publish()
+        self._must_judge = True
+        self._publish_if_due()
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         """Aborts from outside; loads change with them."""
@@ -126,6 +174,10 @@ class TetriSchedulerMixin(_SchedulerBase):
     # Hooks into vLLM's internals (0.32.0), each named after the method it wraps
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._must_judge = True
+        self._published_s = 0.0
+        self._prefilling.pop(request.request_id, None)
+        self._recomputing.pop(request.request_id, None)
         completed = request.status != RequestStatus.FINISHED_ABORTED and self.tetri_role is Role.DECODE
         self.tetri_tracker.finish(request.request_id, request.num_output_tokens, completed, unix_now_s())
         return super()._free_request(request, *args, **kwargs)
@@ -133,6 +185,7 @@ class TetriSchedulerMixin(_SchedulerBase):
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         failed = request.request_id in self.failed_recving_kv_req_ids
         super()._update_waiting_for_remote_kv(request)
+        self._must_judge = True
         tracked = self.tetri_tracker.get(request.request_id)
         if tracked is None or tracked.transfer_start_s is None:
             return
@@ -147,10 +200,10 @@ class TetriSchedulerMixin(_SchedulerBase):
 
     # Decisions, all of them in core
 
-    def _step_token_budget(self, offered: list[Request]) -> int:
+    def _step_token_budget(self, offered: Sequence[Request]) -> int:
         """Decodes plus one chunk, as long as the chunk policy makes it of the prompts in their order."""
         chunk_tokens = self.tetri_settings.chunk.chunk_tokens
-        limit = self.scheduler_config.max_num_batched_tokens
+        limit: int = self.scheduler_config.max_num_batched_tokens
         if chunk_tokens == 0:
             return limit
         prefilling = [request for request in self.running if request.is_prefill_chunk]
@@ -162,72 +215,106 @@ class TetriSchedulerMixin(_SchedulerBase):
         num_decode_tokens = (len(self.running) - len(prefilling)) * (1 + self.num_spec_tokens)
         return step_token_budget(num_decode_tokens, max(1, num_prompt_tokens), limit)
 
-    def _offered(self, full: list[Request]) -> list[Request]:
+    def _offered(self, waiting: list[Request]) -> list[Request]:
         """The requests that vLLM may schedule now, in order: preempted ones first, then what the role's policy says."""
-        returning = [request for request in full if request.status == RequestStatus.PREEMPTED]
-        fresh = [request for request in full if request.status != RequestStatus.PREEMPTED]
+        returning = [request for request in waiting if request.status == RequestStatus.PREEMPTED]
+        fresh = [request for request in waiting if request.status != RequestStatus.PREEMPTED] if returning else waiting
         if self.tetri_role is Role.PREFILL:
-            return returning + self._ordered(fresh)
-        return returning + self._admissible(fresh, returning)
+            return returning + (self._ordered(fresh) if fresh and self._may_prefill() else [])
+        self._num_steps_unjudged += 1
+        if not self._must_judge and self._num_steps_unjudged < JUDGE_EVERY_STEPS:
+            return returning
+        num_seats = self.max_num_running_reqs - len(self.running) - len(self.kv_holding_waiting) - len(returning)
+        if not fresh or num_seats <= 0:
+            return returning
+        self._must_judge, self._num_steps_unjudged = False, 0
+        return returning + self._admissible(fresh, returning, num_seats)
+
+    def _may_prefill(self) -> bool:
+        """Whether KV that waits to be pulled leaves the pool's pinned budget: else nothing new is prefilled."""
+        budget = self.tetri_settings.transfer.pinned_budget * (self.kv_cache_manager.block_pool.num_gpu_blocks - 1)
+        return self._num_pinned_blocks() < budget
+
+    def _num_pinned_blocks(self) -> int:
+        if len(self.requests) == len(self.running) + len(self.waiting) + len(self.kv_holding_waiting):
+            return 0  # nothing is finished and still held
+        return sum(
+            num_blocks(request.num_computed_tokens, self.block_size)
+            for request in self.requests.values()
+            if RequestStatus.is_finished(request.status)
+        )
 
     def _ordered(self, fresh: list[Request]) -> list[Request]:
-        by_id = {request.request_id: request for request in fresh}
-        queue = [
-            QueuedPrompt(request.request_id, request.arrival_time, request.num_tokens - request.num_computed_tokens)
-            for request in fresh
-        ]
-        sched_batch = self.tetri_settings.order.sched_batch
-        ordered: list[str] = []
-        current = self._round_ids
-        room = self.scheduler_config.max_num_batched_tokens
-        # A chunk may hold prompts of several rounds, so later ones follow the current, as far as a step can reach.
-        while queue and room > 0:
-            ids = next_round(queue, current, self._order, sched_batch)
-            if not ids:  # a policy of the user's that lost requests: they are served in arrival order
-                ids = [prompt.id for prompt in queue]
+        """What is left of the current round, then further rounds as far as a step can reach."""
+        waiting = {request.request_id: request for request in fresh}
+        room = self.tetri_settings.chunk.chunk_tokens or self.scheduler_config.max_num_batched_tokens
+        ids = [id for id in self._round_ids if id in waiting]
+        ordered: list[Request] = []
+        while waiting and room > 0:
+            if not ids:
+                ids = self._next_round(waiting.values())
             if not ordered:
                 self._round_ids = ids
-            room -= sum(by_id[request_id].num_tokens for request_id in ids)
-            ordered += ids
-            taken = set(ids)
-            queue = [prompt for prompt in queue if prompt.id not in taken]
-            current = []
-        return [by_id[request_id] for request_id in ordered]
+            for id in ids:
+                request = waiting.pop(id)
+                ordered.append(request)
+                if request.status == RequestStatus.WAITING:  # the others (a grammar, say) are skipped by vLLM
+                    room -= request.num_tokens - request.num_computed_tokens
+            ids = []
+        return ordered
 
-    def _admissible(self, fresh: list[Request], returning: list[Request]) -> list[Request]:
-        """Requests that the admission policy takes now, each judged after those before it.
+    def _next_round(self, waiting: Iterable[Request]) -> list[str]:
+        queue = [
+            QueuedPrompt(request.request_id, request.arrival_time, request.num_tokens - request.num_computed_tokens)
+            for request in waiting
+        ]
+        ids = next_round(queue, (), self._order, self.tetri_settings.order.sched_batch)
+        known = {prompt.id for prompt in queue}
+        # A policy of the user's that lost requests, or made some up: they are served in arrival order.
+        return ids if ids and known.issuperset(ids) else [prompt.id for prompt in queue]
+
+    def _admissible(self, fresh: list[Request], returning: list[Request], num_seats: int) -> list[Request]:
+        """Requests that the admission policy takes now (`core.admit.admit_queue`).
 
         Preempted requests (`returning`) were admitted once: they are not judged again, but their room is set aside.
-
-        A vetoed request may be overtaken, but not once its veto is older than `max_veto_s`: then it is admitted as soon
-        as its prompt fits, and nobody passes it until then.
         """
         now_s = unix_now_s()
+        admit = self.tetri_settings.admit
         pool = self._pool()
         for request in returning:
-            pool = _with_newcomer(pool, self._newcomer_again(request))
-        admitted: list[Request] = []
-        self._num_vetoed_tokens = 0
-        blocked_by_aged = False
-        for request in fresh:
-            tracked = self.tetri_tracker.get(request.request_id)
-            if tracked is None:  # unknown to us (a streaming session's continuation): vLLM's own rule
-                admitted.append(request)
-                continue
-            newcomer = Newcomer(request.num_prompt_tokens, tracked.length_range, self._num_cached_blocks(request))
-            is_aged = tracked.vetoed_since_s is not None and (
-                now_s - tracked.vetoed_since_s > self.tetri_settings.admit.max_veto_s
+            pool = pool.with_newcomer(self._newcomer_again(request))
+        known = [self.tetri_tracker.get(request.request_id) for request in fresh]
+        # Unknown to us (a streaming session's continuation): vLLM's own rule.
+        unknown = [request for request, tracked in zip(fresh, known, strict=True) if tracked is None]
+        queue = [(request, tracked) for request, tracked in zip(fresh, known, strict=True) if tracked is not None]
+        candidates = [
+            Candidate(
+                Newcomer(
+                    request.num_prompt_tokens,
+                    tracked.length_range,
+                    self._num_cached_blocks(request),
+                    tracked.forecast,
+                ),
+                tracked.expected_tokens,
+                tracked.num_overtaken,
+                0.0 if tracked.vetoed_since_s is None else now_s - tracked.vetoed_since_s,
             )
-            # On an empty instance vLLM's own rule decides, so that a prompt which only just fits never waits for ever.
-            admit = _anything if not pool.active else fits_now if is_aged else self._admit
-            if not blocked_by_aged and admit(newcomer, pool):
-                admitted.append(request)
-                pool = _with_newcomer(pool, newcomer)
-                continue
-            blocked_by_aged |= is_aged
-            tracked.vetoed_since_s = tracked.vetoed_since_s or now_s
-            self._num_vetoed_tokens += request.num_prompt_tokens
-        return admitted
+            for request, tracked in queue
+        ]
+        rules = QueueRules(num_seats, admit.order, admit.max_veto_s, admit.max_overtaken)
+        admitted, _ = admit_queue(candidates, pool, self._admit, rules)
+        self._note_refusals([tracked for _, tracked in queue], admitted, num_seats, now_s)
+        return unknown + [queue[index][0] for index in admitted]
+
+    def _note_refusals(self, queue: list[Tracked], admitted: list[int], num_seats: int, now_s: float) -> None:
+        """Who is overtaken, and who is first in line and vetoed."""
+        taken = frozenset(admitted)
+        refused = [index for index in range(len(queue)) if index not in taken]
+        for index in refused:
+            queue[index].num_overtaken += sum(later > index for later in admitted)
+        if refused and len(admitted) < num_seats:
+            first = queue[refused[0]]
+            first.vetoed_since_s = first.vetoed_since_s or now_s
 
     def _newcomer_again(self, request: Request) -> Newcomer:
         """A preempted request: what it has put out counts as prompt, its range from there."""
@@ -254,19 +341,24 @@ class TetriSchedulerMixin(_SchedulerBase):
             num_total_blocks=block_pool.num_gpu_blocks - 1,  # one is vLLM's null block
             num_free_blocks=block_pool.get_num_free_blocks(),
             active=tuple(self._active_decodes()),
+            overflow_probability=self.tetri_settings.admit.overflow_probability,
         )
 
     def _active_decodes(self) -> Iterable[ActiveDecode]:
+        num_held_blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         for request in self._active_requests():
             tracked = self.tetri_tracker.get(request.request_id)
             if tracked is None:
                 continue
-            tracked = self.tetri_tracker.refresh(request.request_id, request.num_output_tokens)
+            # Tokens of steps under way (async scheduling) count as put out.
+            out = request.num_output_tokens + request.num_output_placeholders
+            tracked = self.tetri_tracker.refresh(request.request_id, out)
             yield ActiveDecode(
                 num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
+                num_output_tokens=out,
                 length_range=tracked.length_range,
-                num_held_blocks=len(self.kv_cache_manager.get_block_ids(request.request_id)[0]),
+                num_held_blocks=len(num_held_blocks.get(request.request_id, ())),
+                forecast=tracked.forecast,
             )
 
     def _active_requests(self) -> Iterable[Request]:
@@ -276,38 +368,77 @@ class TetriSchedulerMixin(_SchedulerBase):
 
     # Bookkeeping
 
-    def _after_schedule(self, output: Any, offered: list[Request]) -> None:
+    def _after_schedule(self, output: Any, offered: Sequence[Request]) -> None:
         now_s = unix_now_s()
-        num_prompt_tokens = 0
-        for request in self.running:
-            num_scheduled = output.num_scheduled_tokens.get(request.request_id, 0)
-            tracked = self.tetri_tracker.get(request.request_id)
-            if not num_scheduled or tracked is None:
-                continue
-            if tracked.first_scheduled_s is None:
-                _mark_first_scheduled(request, tracked, now_s)
-            # `num_computed_tokens` already counts this step.
-            prompt_tokens = min(
-                num_scheduled, max(0, request.num_prompt_tokens - (request.num_computed_tokens - num_scheduled))
-            )
-            tracked.num_local_prompt_tokens += prompt_tokens
-            num_prompt_tokens += prompt_tokens
-            self.tetri_totals["num_output_tokens"] += num_scheduled - prompt_tokens
-        self.tetri_totals["num_prompt_tokens_computed"] += num_prompt_tokens
         for request in offered:
             tracked = self.tetri_tracker.get(request.request_id)
-            if tracked is not None and tracked.admitted_s is None and request.status != RequestStatus.WAITING:
+            if tracked is None or request.status == RequestStatus.WAITING:
+                continue
+            if tracked.admitted_s is None:
                 tracked.admitted_s = now_s
                 if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                     tracked.transfer_start_s = now_s
-        if num_prompt_tokens:
-            self._prefill_step_started_s = time.monotonic()
-        self._publish()
+        resumed = list(output.scheduled_cached_reqs.resumed_req_ids)
+        for new in output.scheduled_new_reqs:
+            tracked = self.tetri_tracker.get(new.req_id)
+            if tracked is None:
+                continue
+            if tracked.first_scheduled_s is None:
+                _mark_first_scheduled(self.requests[new.req_id], tracked, now_s)
+                self._prefilling[new.req_id] = tracked
+            else:
+                resumed.append(new.req_id)  # vLLM's V2 runner lists them here
+        for request_id in resumed:
+            self._recomputing[request_id] = self.requests[request_id].num_tokens - 1
+        num_prompt_tokens = self._note_prompt_tokens(output.num_scheduled_tokens)
+        num_recomputed = self._note_recomputed_tokens(output.num_scheduled_tokens) if self._recomputing else 0
+        totals = self.tetri_totals
+        totals["num_prompt_tokens_computed"] += num_prompt_tokens
+        totals["num_tokens_recomputed"] += num_recomputed
+        totals["num_output_tokens"] += output.total_num_scheduled_tokens - num_prompt_tokens - num_recomputed
+        totals["num_preemptions"] += len(output.preempted_req_ids or ())
+        self._prefill_steps.append(time.monotonic() if num_prompt_tokens + num_recomputed else None)
+        self._publish_if_due()
+
+    def _note_prompt_tokens(self, num_scheduled_tokens: dict[str, int]) -> int:
+        """Prompt tokens of this step, noted with their requests; `num_computed_tokens` already counts the step."""
+        total = 0
+        for request_id, tracked in list(self._prefilling.items()):
+            if request_id in self._recomputing:
+                continue
+            num_scheduled = num_scheduled_tokens.get(request_id, 0)
+            request = self.requests[request_id]
+            before = request.num_computed_tokens - num_scheduled
+            num_prompt_tokens = min(num_scheduled, max(0, request.num_prompt_tokens - before))
+            tracked.num_local_prompt_tokens += num_prompt_tokens
+            total += num_prompt_tokens
+            if num_scheduled and request.num_computed_tokens >= request.num_prompt_tokens:
+                del self._prefilling[request_id]
+        return total
+
+    def _note_recomputed_tokens(self, num_scheduled_tokens: dict[str, int]) -> int:
+        """Tokens of this step whose KV cache had been there before a preemption."""
+        total = 0
+        for request_id, num_lost in list(self._recomputing.items()):
+            num_scheduled = num_scheduled_tokens.get(request_id, 0)
+            before = self.requests[request_id].num_computed_tokens - num_scheduled
+            total += min(num_scheduled, max(0, num_lost - before))
+            if num_scheduled and before + num_scheduled >= num_lost:
+                del self._recomputing[request_id]
+        return total
+
+    def _publish_if_due(self) -> None:
+        """Publish after a while, or at once when a request ended: an engine that falls idle has said its last word."""
+        now_s = time.monotonic()
+        if now_s - self._published_s >= PUBLISH_INTERVAL_SHARE * self.tetri_settings.report_interval_s:
+            self._published_s = now_s
+            self._publish()
 
     def _publish(self) -> None:
         """Hand an immutable snapshot to the shipping thread; O(requests), no allocation of blocks or locks."""
         num_loading = sum(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.kv_holding_waiting)
         num_active = len(self.running) + len(self.kv_holding_waiting)
+        is_decode = self.tetri_role is Role.DECODE
         heavy = sum(
             tracked.is_heavy_decode
             for request in (*self.running, *self.kv_holding_waiting, *self.waiting)
@@ -315,7 +446,6 @@ class TetriSchedulerMixin(_SchedulerBase):
         )
         pool = self.kv_cache_manager.block_pool
         num_total, num_free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
-        pinned = (request for request in self.requests.values() if RequestStatus.is_finished(request.status))
         self._publisher.publish(
             EngineSnapshot(
                 num_waiting=len(self.waiting),
@@ -325,10 +455,10 @@ class TetriSchedulerMixin(_SchedulerBase):
                     max(0, request.num_prompt_tokens - request.num_computed_tokens)
                     for request in (*self.waiting, *self.running)
                 ),
-                num_vetoed_tokens=self._num_vetoed_tokens if self.waiting else 0,
+                num_vetoed_tokens=sum(request.num_prompt_tokens for request in self.waiting) if is_decode else 0,
                 num_total_blocks=num_total,
                 num_free_blocks=num_free,
-                num_pinned_blocks=sum(num_blocks(request.num_computed_tokens, self.block_size) for request in pinned),
+                num_pinned_blocks=self._num_pinned_blocks(),
                 block_size_tokens=self.block_size,
                 num_heavy_decodes=heavy,
                 num_light_decodes=num_active + len(self.waiting) - heavy,
@@ -336,6 +466,24 @@ class TetriSchedulerMixin(_SchedulerBase):
                 decode_busy=max(1 - num_free / num_total, num_active / self.max_num_running_reqs),
             )
         )
+
+    def withdraw(self, own_id: str, keep_remote_kv: bool) -> bool:
+        """Take a request out of the queue that has no block yet; False if it is not there (any more).
+
+        `keep_remote_kv`: relinquish it. Its KV cache stays pinned on the prefill instance, which is told nothing and
+        sees no more heartbeats from here, so that another decode instance can pull it within the lease.
+        """
+        for request in self.waiting:
+            tracked = self.tetri_tracker.get(request.request_id)
+            if tracked is None or tracked.request_id != own_id:
+                continue
+            if request.num_computed_tokens or request.status == RequestStatus.PREEMPTED:
+                return False
+            if keep_remote_kv and request.kv_transfer_params is not None:
+                request.kv_transfer_params["do_remote_prefill"] = False  # the NIXL connector then frees nothing
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            return True
+        return False
 
     def tetri_inspect(self, what: str) -> dict[str, Any]:
         """State for the agent, between steps: "ledger", or "requests" with totals."""
@@ -362,10 +510,6 @@ def make_scheduler(**kwargs: Any) -> TetriSchedulerMixin:
     return (TetriAsyncScheduler if is_async else TetriScheduler)(**kwargs)
 
 
-def _anything(newcomer: Newcomer, pool: DecodePool) -> bool:
-    return True
-
-
 def _queue_of(policy: SchedulingPolicy, requests: Iterable[Request]) -> Any:
     queue = create_request_queue(policy)
     for request in requests:
@@ -373,25 +517,16 @@ def _queue_of(policy: SchedulingPolicy, requests: Iterable[Request]) -> Any:
     return queue
 
 
-def _restored(full: list[Request], offered: list[Request], left: list[Request]) -> list[Request]:
-    """The full queue after a step: newly preempted requests in front, then what is left, in its old order."""
-    offered_ids = {id(request) for request in offered}
-    left_ids = {id(request) for request in left}
-    known_ids = {id(request) for request in full}
+def _restore(full: Any, waiting: list[Request], offered: list[Request], left: list[Request]) -> None:
+    """Make `full` the queue after a step: newly preempted requests in front, then what is left, in its old order."""
+    left_ids, offered_ids = {id(request) for request in left}, {id(request) for request in offered}
+    known_ids = {id(request) for request in waiting}
     preempted = [request for request in left if id(request) not in known_ids]
-    kept = [request for request in full if id(request) in left_ids or id(request) not in offered_ids]
-    return preempted + kept
-
-
-def _with_newcomer(pool: DecodePool, newcomer: Newcomer) -> DecodePool:
-    """The pool once `newcomer` holds the blocks of its prompt."""
-    held = num_blocks(newcomer.num_prompt_tokens, pool.block_size_tokens)
-    return DecodePool(
-        block_size_tokens=pool.block_size_tokens,
-        num_total_blocks=pool.num_total_blocks,
-        num_free_blocks=pool.num_free_blocks - held + newcomer.num_cached_blocks,
-        active=(*pool.active, ActiveDecode(newcomer.num_prompt_tokens, 0, newcomer.length_range, held)),
-    )
+    if not preempted and len(left) == len(offered):
+        return  # nothing was taken
+    kept = [request for request in waiting if id(request) in left_ids or id(request) not in offered_ids]
+    full.clear()
+    full.extend(preempted + kept)
 
 
 def _mark_first_scheduled(request: Request, tracked: Tracked, now_s: float) -> None:

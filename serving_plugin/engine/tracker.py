@@ -18,7 +18,11 @@ MAX_FINISHED = 1024
 
 @dataclass(slots=True)
 class Tracked:
-    """One request on this instance. Times are unix seconds; `vetoed_since_s` is None while it is not vetoed."""
+    """One request on this instance. Times are unix seconds.
+
+    `vetoed_since_s`: when it was first in line and refused for lack of memory, None if that has not happened.
+    `num_overtaken`: later arrivals that were admitted before it. `expected_tokens`: mean of its forecast.
+    """
 
     request_id: str
     num_prompt_tokens: int
@@ -29,6 +33,8 @@ class Tracked:
     is_heavy_decode: bool
     is_remote_prefill: bool
     arrived_s: float
+    expected_tokens: float = 0.0
+    num_overtaken: int = 0
     vetoed_since_s: float | None = None
     admitted_s: float | None = None
     first_scheduled_s: float | None = None
@@ -76,6 +82,7 @@ class RequestTracker:
             else bool(heavy),
             is_remote_prefill="decode_id" in meta,
             arrived_s=now_s,
+            expected_tokens=forecast.mean_tokens(),
         )
         self._live[engine_id] = tracked
         return tracked
@@ -137,6 +144,7 @@ def _as_json(tracked: Tracked) -> dict[str, Any]:
         "is_heavy_decode": tracked.is_heavy_decode,
         "arrived_s": tracked.arrived_s,
         "vetoed_since_s": tracked.vetoed_since_s,
+        "num_overtaken": tracked.num_overtaken,
         "admitted_s": tracked.admitted_s,
         "first_scheduled_s": tracked.first_scheduled_s,
         "transfer_start_s": tracked.transfer_start_s,
