@@ -24,6 +24,10 @@ WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 AGENT_PATH = "/tetri/agent"
 LEG_HEADER = "X-Tetri-Leg"
+# A gateway sends it with a decode leg that it can bind to another instance; an instance that gives one back answers
+# 503 with it. The KV cache stays where it is.
+RELINQUISH_HEADER = "X-Tetri-Relinquish"
+DISPATCH_PATH = "/tetri/dispatch"
 REQUEST_ID_HEADER = "X-Request-Id"
 COMPLETION_DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for completions; chat has none
 

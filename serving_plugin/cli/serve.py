@@ -52,11 +52,26 @@ AdmitName = Annotated[
     str,
     typer.Option(
         "--admit",
-        help="greedy, reserve_static, reserve_static_net, reserve_dynamic or reserve_peak.",
+        help="greedy, reserve_static, reserve_static_net, reserve_dynamic, reserve_peak or reserve_expected.",
         rich_help_panel=_POLICIES,
     ),
 ]
-MaxVetoS = Annotated[float, typer.Option(help="Longest veto of an admission.", rich_help_panel=_POLICIES)]
+AdmitOrder = Annotated[
+    str,
+    typer.Option(
+        help="Who is admitted first: arrival, or shortest_expected (overtaken at most 64 times).",
+        rich_help_panel=_POLICIES,
+    ),
+]
+OverflowProbability = Annotated[
+    float, typer.Option(help="Risk of running out of KV cache that reserve_expected takes.", rich_help_panel=_POLICIES)
+]
+MaxVetoS = Annotated[
+    float, typer.Option(help="Longest veto of the request that is first in line.", rich_help_panel=_POLICIES)
+]
+MaxWaitS = Annotated[
+    float, typer.Option(help="Longest wait in an instance's queue, then 429.", rich_help_panel=_POLICIES)
+]
 Predictor = Annotated[
     str,
     typer.Option(help="models:/NAME@ALIAS, models:/NAME/VERSION, a folder, or none.", rich_help_panel=_PREDICTION),
@@ -147,7 +162,10 @@ def serve(
     chunk_tokens: ChunkTokens = None,
     dispatch: DispatchName = "power_of_two",
     admit: AdmitName = "reserve_dynamic",
+    admit_order: AdmitOrder = "arrival",
+    overflow_probability: OverflowProbability = 0.02,
     max_veto_s: MaxVetoS = 10.0,
+    max_wait_s: MaxWaitS = 300.0,
     predictor: Predictor = _DEFAULT_PREDICTOR,
     shadow_predictor: ShadowPredictor = NO_PREDICTOR,
     tracking_uri: TrackingUri = None,
@@ -196,7 +214,13 @@ def serve(
                 order=OrderSettings(order, sched_batch),
                 chunk=ChunkSettings(chunk_tokens=_chunk_tokens(chunk_tokens, device)),
                 dispatch=DispatchSettings(dispatch),
-                admit=AdmitSettings(admit, max_veto_s),
+                admit=AdmitSettings(
+                    admit,
+                    admit_order,
+                    max_veto_s,
+                    max_wait_s=max_wait_s,
+                    overflow_probability=overflow_probability,
+                ),
                 forecast=ForecastSettings(forecast_range, coverage),
                 prediction=prediction if role is Role.PREFILL else PredictionSettings(),
                 transfer=TransferSettings(link or _same_host_link(device)),
@@ -249,7 +273,10 @@ def instance(
     chunk_tokens: ChunkTokens = None,
     dispatch: DispatchName = "power_of_two",
     admit: AdmitName = "reserve_dynamic",
+    admit_order: AdmitOrder = "arrival",
+    overflow_probability: OverflowProbability = 0.02,
     max_veto_s: MaxVetoS = 10.0,
+    max_wait_s: MaxWaitS = 300.0,
     predictor: Predictor = _DEFAULT_PREDICTOR,
     shadow_predictor: ShadowPredictor = NO_PREDICTOR,
     tracking_uri: TrackingUri = None,
@@ -286,7 +313,13 @@ def instance(
         order=OrderSettings(order, sched_batch),
         chunk=ChunkSettings(chunk_tokens=_chunk_tokens(chunk_tokens, device)),
         dispatch=DispatchSettings(dispatch),
-        admit=AdmitSettings(admit, max_veto_s),
+        admit=AdmitSettings(
+            admit,
+            admit_order,
+            max_veto_s,
+            max_wait_s=max_wait_s,
+            overflow_probability=overflow_probability,
+        ),
         forecast=ForecastSettings(forecast_range, coverage),
         prediction=prediction if role is Role.PREFILL else PredictionSettings(),
         transfer=TransferSettings(link or "auto"),

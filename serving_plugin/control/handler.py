@@ -47,14 +47,19 @@ from serving_plugin.core.errors import (
 )
 from serving_plugin.core.place import PlacePolicy
 from serving_plugin.core.types import InstanceLoad, Outcome, RequestInfo, Role
-from serving_plugin.wire import REQUEST_ID_HEADER, Leg
+from serving_plugin.wire import DISPATCH_PATH, RELINQUISH_HEADER, REQUEST_ID_HEADER, Leg
 
 logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 2
+_MAX_BINDINGS = 3  # decode instances that a request is sent to in turn, as those before had no room
 _PLACE_POLL_S = 0.05
 _MAX_ID_CHARS = 256
 _FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
+
+
+class _RelinquishedError(Exception):
+    """A decode instance gave the request back before anything was pulled: its KV cache is still on P."""
 
 
 class _ClientGoneError(Exception):
@@ -75,6 +80,7 @@ class _Job:
     num_tries: int = 0
     lost: set[str] = field(default_factory=set)
     outcome: Outcome = Outcome.OK
+    may_relinquish: bool = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -202,11 +208,43 @@ class RequestHandler:
         # a length that the client forces says nothing of a forecast
         if not job.body.get("ignore_eos") and not job.body.get("min_tokens"):
             row.summaries = self._forecasts.read(prefilled.summaries, row.id)
+        if not prefilled.can_ever_fit:
+            raise BadRequestError(prefilled.error or "the request fits no decode instance", param="max_tokens")
         if prefilled.decode_url is None or prefilled.decode_id is None:
             raise NoInstanceError(f"no decode instance takes the request: {prefilled.error or 'none is ready'}")
-        row.phase, row.decode_instance, job.asked = Phase.DECODE, prefilled.decode_id, Role.DECODE
+        return await self._decode(job, prefill_id, prefilled, prefilled.decode_id, prefilled.decode_url)
+
+    async def _decode(
+        self, job: _Job, prefill_id: str, prefilled: PrefillAnswer, decode_id: str, decode_url: str
+    ) -> web.StreamResponse:
+        """The decode leg where P's dispatcher said; bound elsewhere, a bounded number of times, if D gives it back."""
         body = decode_body(job.body, prefilled.kv_transfer_params)
-        return await self._answer(job, prefilled.decode_id, prefilled.decode_url, Leg.DECODE, body)
+        job.asked = Role.DECODE
+        for num_left in reversed(range(_MAX_BINDINGS)):
+            job.row.phase, job.row.decode_instance = Phase.DECODE, decode_id
+            job.may_relinquish = num_left > 0
+            try:
+                return await self._answer(job, decode_id, decode_url, Leg.DECODE, body)
+            except _RelinquishedError:
+                self._metrics.count_relinquished(decode_id)
+                decode_id, decode_url = await self._bind_elsewhere(job, prefill_id, prefilled, decode_id, decode_url)
+        raise OverloadedError(f"{_MAX_BINDINGS} decode instances had no room for the request: send again later")
+
+    async def _bind_elsewhere(
+        self, job: _Job, prefill_id: str, prefilled: PrefillAnswer, decode_id: str, decode_url: str
+    ) -> tuple[str, str]:
+        """Ask P's dispatcher for another decode instance; the same one, if it knows none or does not answer."""
+        url = self._url(prefill_id).rstrip("/") + DISPATCH_PATH
+        body = {"tetri": prefilled.kv_transfer_params["tetri"], "exclude": [decode_id, *job.lost]}
+        try:
+            answer = await self._client.post_json(url, body, job.headers, self._settings.connect_timeout_s)
+            found = str(answer["decode_id"]), str(answer["decode_url"])
+            if answer["decode_id"] is not None:
+                logger.info("%s: bound to %s instead of %s, which has no room", job.row.id, found[0], decode_id)
+                return found
+        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            logger.warning("%s: %s names no other decode instance (%r)", job.row.id, prefill_id, error)
+        return decode_id, decode_url
 
     async def _whole(self, job: _Job) -> web.StreamResponse:
         """The client's request, unchanged, on the one instance whose role it needs most."""
@@ -257,11 +295,14 @@ class RequestHandler:
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         self._metrics.count_leg(leg.value, instance_id)
         url = (base_url or self._url(instance_id)).rstrip("/") + job.http.path
-        return self._client.post(instance_id, url, body, leg, job.row.id, job.headers)
+        headers = job.headers | ({RELINQUISH_HEADER: "1"} if leg is Leg.DECODE and job.may_relinquish else {})
+        return self._client.post(instance_id, url, body, leg, job.row.id, headers)
 
     async def _answer(self, job: _Job, instance_id: str, base_url: str, leg: Leg, body: Body) -> web.StreamResponse:
         """Send the leg whose tokens the client gets, and pass them on."""
         async with self._leg(job, instance_id, leg, body, base_url) as answer:
+            if answer.status == 503 and RELINQUISH_HEADER in answer.headers:
+                raise _RelinquishedError(instance_id)
             if answer.status != 200:
                 return self._pass_error(job, answer, await answer.read(), instance_id)
             if answer.content_type == "text/event-stream":
@@ -326,7 +367,11 @@ class RequestHandler:
         return web.Response(
             status=answer.status,
             body=raw,
-            headers={"Content-Type": answer.headers.get("Content-Type", "application/json"), REQUEST_ID_HEADER: row.id},
+            headers={
+                "Content-Type": answer.headers.get("Content-Type", "application/json"),
+                REQUEST_ID_HEADER: row.id,
+                **{name: answer.headers[name] for name in ("Retry-After",) if name in answer.headers},
+            },
         )
 
 

@@ -170,6 +170,7 @@ class PrefillAnswer:
     num_prompt_tokens: int | None
     times_s: Mapping[str, float]
     summaries: object = None
+    can_ever_fit: bool = True
 
 
 def parse_prefill_answer(raw: bytes, instance_id: str) -> PrefillAnswer:
@@ -192,6 +193,7 @@ def parse_prefill_answer(raw: bytes, instance_id: str) -> PrefillAnswer:
             num_prompt_tokens=tetri.get("num_prompt_tokens"),
             times_s={name: float(at) for name, at in times.items() if at is not None},
             summaries=tetri.pop("summaries", None),
+            can_ever_fit=tetri.get("can_ever_fit", True) is not False,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TransferFailedError(
@@ -235,6 +237,12 @@ class LegClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._fresh.get(url, headers=headers, timeout=timeout, raise_for_status=True) as response:
             return await response.json()
+
+    async def post_json(self, url: str, body: Body, headers: Mapping[str, str], timeout_s: float) -> Any:
+        """JSON answer to a POST; raises aiohttp's errors."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._fresh.post(url, json=body, headers=headers, timeout=timeout, raise_for_status=True) as answer:
+            return await answer.json()
 
     @asynccontextmanager
     async def post(

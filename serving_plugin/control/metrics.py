@@ -68,6 +68,12 @@ class GatewayMetrics:
         self._retries = Counter(
             "tetri_leg_retries", "Legs sent again after a failed connection", ["leg"], registry=registry
         )
+        self._relinquished = Counter(
+            "tetri_relinquished",
+            "Requests that a decode instance without room gave back, to be bound elsewhere",
+            ["instance"],
+            registry=registry,
+        )
         self._transfers = Counter(
             "tetri_kv_transfers", "KV transfers that decode instances reported", ["result"], registry=registry
         )
@@ -80,6 +86,10 @@ class GatewayMetrics:
     def count_retry(self, leg: str) -> None:
         """A leg was sent again."""
         self._retries.labels(leg).inc()
+
+    def count_relinquished(self, instance: str) -> None:
+        """A decode instance without room gave a request back, to be bound elsewhere with its KV cache."""
+        self._relinquished.labels(instance).inc()
 
     def count_transfer(self, num_remote_tokens: int) -> None:
         """A decode instance pulled KV cache, or failed to and computed it again (then prefill was for nothing)."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,13 @@ import aiohttp
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.drift import summarise
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.core.forecast import LengthForecast
+from serving_plugin.core.forecast import LengthForecast, LengthRange
 from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
+from serving_plugin.engine.breaker import ForecastBreaker
 from serving_plugin.engine.dispatcher import Dispatcher
 from serving_plugin.engine.load_feed import BusyWindow, EngineSnapshot, LoadReceiver, TransferEvent, unix_now_s
 from serving_plugin.engine.predictor_process import PredictorProcess, ShadowPredictor
+from serving_plugin.engine.queue_watch import QueueWatch, Withdrawal
 from serving_plugin.predictor.conversation import Message
 from serving_plugin.wire import (
     AGENT_PATH,
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.2, 5.0
 FIRST_SNAPSHOT_TIMEOUT_S = 30.0
+RELINQUISH_INTERVAL_S = 0.5
 
 
 class Agent:
@@ -59,6 +62,9 @@ class Agent:
         self.num_legs = {"prefill": 0, "decode": 0, "whole": 0}
         self.predictor: PredictorProcess | None = None
         self.shadow: ShadowPredictor | None = None
+        self.breaker = ForecastBreaker(settings.prediction.timeout_s)
+        self.withdraw: Callable[[str, int | None], Awaitable[Withdrawal]] = _nothing_to_withdraw
+        self._relinquished_s = float("-inf")
         self._model_names = model_names
         self._fingerprint = fingerprint
         self._snapshot: EngineSnapshot | None = None
@@ -129,26 +135,27 @@ class Agent:
         summaries = self._summaries(str(meta["request_id"]), forecast, max_tokens)
         in_force, source, length_range, is_heavy = self.dispatcher.classify(forecast, max_tokens)
         now_s = unix_now_s()
-        chosen = self.dispatcher.choose(
-            RequestInfo(
-                id=str(meta["request_id"]),
-                arrival_s=float(meta.get("arrival_s") or now_s),
-                num_prompt_tokens=int(meta["num_prompt_tokens"]),
-                max_tokens=max_tokens,
-                forecast=in_force,
-                length_range=length_range,
-                is_heavy_decode=is_heavy,
-            ),
-            exclude=frozenset(map(str, meta.get("exclude") or ())),
+        request = RequestInfo(
+            id=str(meta["request_id"]),
+            arrival_s=float(meta.get("arrival_s") or now_s),
+            num_prompt_tokens=int(meta["num_prompt_tokens"]),
+            max_tokens=max_tokens,
+            forecast=in_force,
+            length_range=length_range,
+            is_heavy_decode=is_heavy,
         )
+        chosen = self.dispatcher.choose(request, exclude=frozenset(map(str, meta.get("exclude") or ())))
         decode_id, decode_url = chosen or (None, None)
+        can_ever_fit = chosen is not None or self.dispatcher.can_ever_fit(request)
         return {
             "request_id": meta["request_id"],
             "incarnation": self.incarnation,
             "num_prompt_tokens": meta["num_prompt_tokens"],
             "decode_id": decode_id,
             "decode_url": decode_url,
-            "error": None if chosen else "no READY decode instance is known to the prefill instance",
+            "error": None if chosen else _why_undecided(request, can_ever_fit),
+            "can_ever_fit": can_ever_fit,
+            "max_tokens": max_tokens,
             "forecast": {"edges_tokens": list(in_force.edges_tokens), "probabilities": list(in_force.probabilities)},
             "forecast_source": source,
             "length_range": [length_range.low_tokens, length_range.high_tokens],
@@ -160,6 +167,42 @@ class Agent:
                 "dispatch_s": now_s,
             },
         }
+
+    def redispatch(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Another decode instance for a request that one has relinquished: `{"decode_id", "decode_url"}`, or nulls.
+
+        `body`: "tetri", our decision of before, and "exclude", ids of instances that shall not have it.
+        """
+        meta, exclude = body["tetri"], frozenset(map(str, body.get("exclude") or ()))
+        low_tokens, high_tokens = meta["length_range"]
+        request = RequestInfo(
+            id=str(meta["request_id"]),
+            arrival_s=unix_now_s(),
+            num_prompt_tokens=int(meta["num_prompt_tokens"]),
+            max_tokens=int(meta["max_tokens"]),
+            length_range=LengthRange(int(low_tokens), int(high_tokens)),
+            is_heavy_decode=bool(meta["is_heavy_decode"]),
+        )
+        decode_id, decode_url = self.dispatcher.choose(request, exclude) or (None, None)
+        return {"decode_id": decode_id, "decode_url": decode_url}
+
+    def watch(self, request_id: str, may_relinquish: bool) -> QueueWatch:
+        """The bound on a leg's wait in this instance's queue."""
+        return QueueWatch(
+            self.settings.admit,
+            may_relinquish,
+            lambda: self.dispatcher.room_elsewhere_tokens(self.settings.instance_id),
+            partial(self._withdraw_once, request_id),
+        )
+
+    async def _withdraw_once(self, request_id: str, room_tokens: int | None) -> Withdrawal:
+        """One relinquished request per broadcast: the others must see the room that it takes."""
+        if room_tokens is not None:
+            now_s = time.monotonic()
+            if now_s - self._relinquished_s < RELINQUISH_INTERVAL_S:
+                return Withdrawal.TOO_LARGE
+            self._relinquished_s = now_s
+        return await self.withdraw(request_id, room_tokens)
 
     def _summaries(self, request_id: str, forecast: LengthForecast | None, max_tokens: int) -> list[dict[str, Any]]:
         """The champion's forecast and, if it is there by now, the shadow's."""
@@ -182,6 +225,7 @@ class Agent:
             "legs": dict(self.num_legs),
             "predictor": self.predictor.info if self.predictor else None,
             "shadow": self.shadow.status() if self.shadow else None,
+            "waits_for_forecasts": not self.breaker.is_open,
             "distrusting_gateways": list(self.dispatcher.distrusting_gateways),
             "load": None if self._snapshot is None else dict(_load_fields(self._snapshot)),
         }
@@ -321,6 +365,19 @@ class Agent:
             busy_fraction=self._busy_fraction,
             **_load_fields(snapshot),
         )
+
+
+async def _nothing_to_withdraw(request_id: str, room_tokens: int | None) -> Withdrawal:
+    return Withdrawal.NOT_WAITING
+
+
+def _why_undecided(request: RequestInfo, can_ever_fit: bool) -> str:
+    if can_ever_fit:
+        return "no READY decode instance is known to the prefill instance"
+    return (
+        f"{request.num_prompt_tokens} prompt tokens and up to {request.max_tokens} output tokens fit no decode "
+        "instance's KV cache: ask for fewer, or give the instances more memory"
+    )
 
 
 def _load_fields(snapshot: EngineSnapshot) -> dict[str, int]:

@@ -9,11 +9,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from serving_plugin.core.admit import can_ever_fit
 from serving_plugin.core.config import DispatchSettings, ForecastSettings
-from serving_plugin.core.dispatch import Promise, promise_for
+from serving_plugin.core.dispatch import Promise, promise_for, room_blocks
 from serving_plugin.core.forecast import LengthForecast, LengthRange, history_forecast
 from serving_plugin.core.registry import resolve_policy
-from serving_plugin.core.types import InstanceLoad, RequestInfo
+from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
 
 
 @dataclass(slots=True)
@@ -80,9 +81,10 @@ class Dispatcher:
     def choose(self, request: RequestInfo, exclude: frozenset[str] = frozenset()) -> tuple[str, str] | None:
         """(id, base URL) of the decode instance for `request`, or None when no READY one is known.
 
-        `exclude`: instances that already failed this request; our table may not know yet.
+        `exclude`: instances that already failed this request; our table may not know yet. Instances whose whole pool is
+        too small for the request at its longest are left out.
         """
-        loads = tuple(load for load in self._loads if load.id not in exclude)
+        loads = tuple(load for load in self._loads if load.id not in exclude and _could_hold(request, load))
         self._drop_outdated_promises(loads)
         promised = {instance_id: kept.promise for instance_id, kept in self._promised.items()}
         chosen = self._policy(request, loads, promised, self._rng)
@@ -90,6 +92,21 @@ class Dispatcher:
             return None
         self._promise(next(load for load in loads if load.id == chosen), request)
         return chosen, self._urls[chosen]
+
+    def can_ever_fit(self, request: RequestInfo) -> bool:
+        """Whether some decode instance that we know of is large enough; True while none is known."""
+        decoding = [load for load in self._loads if load.role is Role.DECODE]
+        return not decoding or any(_could_hold(request, load) for load in decoding)
+
+    def room_elsewhere_tokens(self, own_id: str) -> int | None:
+        """Tokens that fit the roomiest READY decode instance other than `own_id`; None if there is none with room."""
+        rooms = [
+            room_blocks(load) * load.block_size_tokens
+            for load in self._loads
+            if load.id != own_id and load.role is Role.DECODE and load.state is InstanceState.READY
+        ]
+        most = max(rooms, default=0)
+        return most if most > 0 else None
 
     def _drop_outdated_promises(self, loads: Sequence[InstanceLoad]) -> None:
         current = {load.id: (load.incarnation, load.sequence) for load in loads}
@@ -102,3 +119,7 @@ class Dispatcher:
     def _promise(self, load: InstanceLoad, request: RequestInfo) -> None:
         kept = self._promised.setdefault(load.id, _Promised(load.incarnation, load.sequence))
         kept.promise += promise_for(request, load.block_size_tokens)
+
+
+def _could_hold(request: RequestInfo, load: InstanceLoad) -> bool:
+    return can_ever_fit(request.num_prompt_tokens, request.max_tokens, load.block_size_tokens, load.num_total_blocks)

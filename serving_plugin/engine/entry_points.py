@@ -19,8 +19,8 @@ def register() -> None:
         result: dict[str, Any] = self.scheduler.tetri_inspect(what)
         return result
 
-    def tetri_withdraw(self: Any, own_id: str, keep_remote_kv: bool) -> bool:
-        return bool(self.scheduler.withdraw(own_id, keep_remote_kv))
+    def tetri_withdraw(self: Any, own_id: str, room_tokens: int | None) -> str:
+        return str(self.scheduler.withdraw(own_id, room_tokens))
 
     def tetri_set_chunk_tokens(self: Any, chunk_tokens: int) -> int:
         self.scheduler.set_chunk_tokens(chunk_tokens)
@@ -45,6 +45,7 @@ class TetriEndpoint:
     def attach_router(self, app: Any) -> None:
         """Add `/tetri/...` and the middleware; called before the state is initialised."""
         from serving_plugin.engine.legs import LegMiddleware
+        from serving_plugin.wire import DISPATCH_PATH
 
         app.add_middleware(
             LegMiddleware,
@@ -52,6 +53,14 @@ class TetriEndpoint:
             decode_tokens=lambda ids: self._tokenizer.decode(ids),
             max_model_len=lambda: self._max_model_len,
         )
+
+        @app.post(DISPATCH_PATH)
+        async def dispatch(body: dict[str, Any]) -> dict[str, Any]:
+            return self._agent.redispatch(body)
+
+        @app.post("/tetri/chunk")
+        async def chunk(body: dict[str, Any]) -> Any:
+            return await self._set_chunk_tokens(body)
 
         @app.get("/tetri/instance")
         async def instance() -> dict[str, Any]:
@@ -79,8 +88,27 @@ class TetriEndpoint:
         self._max_model_len = config.model_config.max_model_len
         self._engine_client = engine_client
         self._agent = Agent(settings, config.kv_transfer_config.engine_id, (*names, args.model), kv_fingerprint(config))
+        self._agent.withdraw = self._withdraw
         await self._agent.start()
         atexit.register(self._agent.close)
+
+    async def _withdraw(self, own_id: str, room_tokens: int | None) -> Any:
+        from serving_plugin.engine.queue_watch import Withdrawal
+
+        core = self._engine_client.engine_core
+        return Withdrawal(await core.call_utility_async("tetri_withdraw", own_id, room_tokens))
+
+    async def _set_chunk_tokens(self, body: dict[str, Any]) -> Any:
+        """`POST /tetri/chunk {"chunk_tokens": N}`: from the next step on."""
+        from fastapi.responses import JSONResponse
+
+        chunk_tokens = body.get("chunk_tokens")
+        if type(chunk_tokens) is not int or chunk_tokens < 0:
+            message = f"chunk_tokens={chunk_tokens!r}: must be a whole number, 0 (vLLM's own limit) or more"
+            error = {"message": message, "type": "BadRequestError", "param": "chunk_tokens", "code": 400}
+            return JSONResponse({"error": error}, 400)
+        core = self._engine_client.engine_core
+        return {"chunk_tokens": await core.call_utility_async("tetri_set_chunk_tokens", chunk_tokens)}
 
     async def _inspect(self, what: str) -> dict[str, Any]:
         result: dict[str, Any] = await self._engine_client.engine_core.call_utility_async("tetri_inspect", what)

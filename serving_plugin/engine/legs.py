@@ -17,7 +17,7 @@ from serving_plugin.core.types import Role
 from serving_plugin.engine.agent import Agent
 from serving_plugin.engine.load_feed import unix_now_s
 from serving_plugin.predictor.conversation import Message, messages_of
-from serving_plugin.wire import COMPLETION_DEFAULT_MAX_TOKENS, LEG_HEADER, Leg
+from serving_plugin.wire import COMPLETION_DEFAULT_MAX_TOKENS, LEG_HEADER, RELINQUISH_HEADER, REQUEST_ID_HEADER, Leg
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 
 LEG_PATHS = ("/v1/completions", "/v1/chat/completions")
-_HEADER = LEG_HEADER.lower().encode()
 
 
 class LegMiddleware:
@@ -57,7 +56,34 @@ class LegMiddleware:
         if leg is Leg.PREFILL:
             await self._prefill(agent, scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self._serve(agent, scope, receive, send)
+
+    async def _serve(self, agent: Agent, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Run vLLM's route, and bound its wait in the engine's queue; nothing is sent before there is a body."""
+        held = _HeldStart(send)
+        request_id = _header(scope, REQUEST_ID_HEADER)
+        serving = asyncio.ensure_future(self._app(scope, receive, held.send))
+        watching = asyncio.ensure_future(
+            agent.watch(request_id or "", _header(scope, RELINQUISH_HEADER) is not None).run(held.begun)
+        )
+        try:
+            await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() or watching.result() is None:
+                await serving
+                return
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            name = agent.settings.instance_id
+            if watching.result():
+                message = f"instance {name} has no room for the request, another decode instance has"
+                await _refuse(send, 503, message, {RELINQUISH_HEADER: "1"})
+            else:
+                limit_s = agent.settings.admit.max_wait_s
+                message = f"the request waited {limit_s:g} s for room on instance {name} (admit.max_wait_s)"
+                await _refuse(send, 429, message, {"Retry-After": "1"})
+        finally:
+            watching.cancel()
+            serving.cancel()
 
     async def _prefill(self, agent: Agent, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         raw = await _read_body(receive)
@@ -71,12 +97,14 @@ class LegMiddleware:
             return
         forecasting = asyncio.create_task(self._forecast(agent, str(meta["request_id"]), body))
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + agent.settings.prediction.timeout_s
+        arrived_s, timeout_s = loop.time(), agent.settings.prediction.timeout_s
+        loop.call_later(timeout_s, lambda: agent.breaker.observe(forecasting.done() and not forecasting.cancelled()))
+        deadline_s = arrived_s + agent.breaker.patience_s
         try:
             if agent.settings.prediction.mode == "sequential":
-                await asyncio.wait([forecasting], timeout=deadline_s - loop.time())
+                await asyncio.wait([forecasting], timeout=max(0.0, deadline_s - loop.time()))
             capture = _Capture()
-            await self._app(scope, _replay(raw, receive), capture.send)
+            await self._serve(agent, scope, _replay(raw, receive), capture.send)
             if capture.status != 200:
                 await capture.pass_on(send)
                 return
@@ -87,7 +115,8 @@ class LegMiddleware:
             self._add_decision(agent, body, answer, forecast, forecast_ready_s)
             await capture.pass_on(send, json.dumps(answer).encode())
         finally:
-            forecasting.cancel()
+            # Late or not, it is seen to the end of its time: that is how the breaker learns of better days.
+            loop.call_at(arrived_s + timeout_s, forecasting.cancel)
 
     async def _forecast(
         self, agent: Agent, request_id: str, body: Mapping[str, Any]
@@ -157,6 +186,27 @@ def _prompt_text(prompt: Any, decode_tokens: Callable[[list[int]], str]) -> str:
     return decode_tokens(prompt)
 
 
+class _HeldStart:
+    """Holds back the start of a response until its first bytes: till then the request can be sent elsewhere."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: AsgiMessage | None = None
+        self.begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    async def send(self, message: AsgiMessage) -> None:
+        """ASGI `send` of the wrapped application."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if not self.begun.done():
+            self.begun.set_result(None)
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send(start)
+        await self._send(message)
+
+
 class _Capture:
     """Holds back a response of one body so that it can be changed."""
 
@@ -184,9 +234,15 @@ class _Capture:
 def _leg_of(scope: Mapping[str, Any]) -> Leg | None:
     if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in LEG_PATHS:
         return None
-    for name, value in scope["headers"]:
-        if name.lower() == _HEADER and value.decode("latin-1") in tuple(Leg):
-            return Leg(value.decode("latin-1"))
+    value = _header(scope, LEG_HEADER)
+    return Leg(value) if value in tuple(Leg) else None
+
+
+def _header(scope: Mapping[str, Any], name: str) -> str | None:
+    wanted = name.lower().encode()
+    for found, value in scope["headers"]:
+        if found.lower() == wanted:
+            return str(value.decode("latin-1"))
     return None
 
 
@@ -223,10 +279,14 @@ def _json_object(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    kind = "ServiceUnavailableError" if status == 503 else "BadRequestError"
+_ERROR_TYPES = {400: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
+
+
+async def _refuse(send: Send, status: int, message: str, more_headers: Mapping[str, str] | None = None) -> None:
+    kind = _ERROR_TYPES[status]
     error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     body = json.dumps(error).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in (more_headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

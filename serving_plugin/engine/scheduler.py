@@ -31,6 +31,7 @@ from serving_plugin.core.registry import resolve_policy
 from serving_plugin.core.types import Role, num_blocks
 from serving_plugin.engine.ledger import take_ledger
 from serving_plugin.engine.load_feed import EngineSnapshot, LoadPublisher, TransferEvent, unix_now_s
+from serving_plugin.engine.queue_watch import Withdrawal
 from serving_plugin.engine.settings import settings_of
 from serving_plugin.engine.tracker import RequestTracker, Tracked
 
@@ -43,6 +44,8 @@ else:
 JUDGE_EVERY_STEPS = 8
 # A snapshot is shipped every report interval; one that is a quarter of it old is as good as new.
 PUBLISH_INTERVAL_SHARE = 0.25
+# Requests in these states hold no block: nothing has been computed or loaded for them.
+_UNTOUCHED = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 
 
 class TetriSchedulerMixin(_SchedulerBase):
@@ -467,23 +470,28 @@ class TetriSchedulerMixin(_SchedulerBase):
             )
         )
 
-    def withdraw(self, own_id: str, keep_remote_kv: bool) -> bool:
-        """Take a request out of the queue that has no block yet; False if it is not there (any more).
+    def withdraw(self, own_id: str, room_tokens: int | None) -> Withdrawal:
+        """Take out of the queue what has no block yet: the request that a gateway calls `own_id`.
 
-        `keep_remote_kv`: relinquish it. Its KV cache stays pinned on the prefill instance, which is told nothing and
-        sees no more heartbeats from here, so that another decode instance can pull it within the lease.
+        With `room_tokens` it is relinquished, if prompt and reply (at its longest in the range in force) fit so many:
+        its KV cache stays pinned on the prefill instance, which is told nothing and sees no more heartbeats from here,
+        so that another decode instance can pull it within the lease. With None the prefill instance is told to free.
+        A request that runs whole may be several of vLLM's (n > 1): all of them must still wait.
         """
-        for request in self.waiting:
+        ids = self.tetri_tracker.engine_ids(own_id)
+        requests = [self.requests[id] for id in ids if id in self.requests]
+        untouched = {request.request_id for request in self.waiting if request.status in _UNTOUCHED}
+        if not requests or not untouched.issuperset(ids):
+            return Withdrawal.NOT_WAITING
+        for request in requests:
             tracked = self.tetri_tracker.get(request.request_id)
-            if tracked is None or tracked.request_id != own_id:
-                continue
-            if request.num_computed_tokens or request.status == RequestStatus.PREEMPTED:
-                return False
-            if keep_remote_kv and request.kv_transfer_params is not None:
-                request.kv_transfer_params["do_remote_prefill"] = False  # the NIXL connector then frees nothing
-            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-            return True
-        return False
+            if room_tokens is not None and tracked is not None:
+                if request.num_prompt_tokens + tracked.length_range.high_tokens > room_tokens:
+                    return Withdrawal.TOO_LARGE
+                if request.kv_transfer_params is not None:
+                    request.kv_transfer_params["do_remote_prefill"] = False  # the NIXL connector then frees nothing
+        self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        return Withdrawal.DONE
 
     def tetri_inspect(self, what: str) -> dict[str, Any]:
         """State for the agent, between steps: "ledger", or "requests" with totals."""

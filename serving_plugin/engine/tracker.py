@@ -97,6 +97,18 @@ class RequestTracker:
         """The request, or None if it is not followed."""
         return self._live.get(engine_id)
 
+    def engine_ids(self, own_id: str) -> list[str]:
+        """The engine's ids of the live requests that a gateway calls `own_id`.
+
+        A leg carries our id in its parameters. A request that runs whole has it only in vLLM's own id, which is made
+        of the gateway's X-Request-Id, once per prompt and sample.
+        """
+        return [
+            engine_id
+            for engine_id, tracked in self._live.items()
+            if tracked.request_id == own_id or engine_id.startswith((f"cmpl-{own_id}-", f"chatcmpl-{own_id}-"))
+        ]
+
     def refresh(self, engine_id: str, num_output_tokens: int) -> Tracked:
         """Note the tokens put out so far; an outgrown range is replaced by the next."""
         tracked = self._live[engine_id]
