@@ -223,7 +223,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         returning = [request for request in waiting if request.status == RequestStatus.PREEMPTED]
         fresh = [request for request in waiting if request.status != RequestStatus.PREEMPTED] if returning else waiting
         if self.tetri_role is Role.PREFILL:
-            return returning + (self._ordered(fresh) if fresh and self._may_prefill() else [])
+            return returning + self._within_pinned_budget(self._ordered(fresh))
         self._num_steps_unjudged += 1
         if not self._must_judge and self._num_steps_unjudged < JUDGE_EVERY_STEPS:
             return returning
@@ -233,10 +233,22 @@ class TetriSchedulerMixin(_SchedulerBase):
         self._must_judge, self._num_steps_unjudged = False, 0
         return returning + self._admissible(fresh, returning, num_seats)
 
-    def _may_prefill(self) -> bool:
-        """Whether KV that waits to be pulled leaves the pool's pinned budget: else nothing new is prefilled."""
-        budget = self.tetri_settings.transfer.pinned_budget * (self.kv_cache_manager.block_pool.num_gpu_blocks - 1)
-        return self._num_pinned_blocks() < budget
+    def _within_pinned_budget(self, ordered: list[Request]) -> list[Request]:
+        """Those whose KV cache, waiting to be pulled, stays within its share of the pool; one alone is always taken."""
+        pool = self.kv_cache_manager.block_pool
+        budget = int(self.tetri_settings.transfer.pinned_budget * (pool.num_gpu_blocks - 1))
+        num_blocks_ahead = self._num_pinned_blocks() + sum(
+            num_blocks(request.num_prompt_tokens, self.block_size)
+            for request in (*self.running, *self.kv_holding_waiting)
+        )
+        within: list[Request] = []
+        for request in ordered:
+            own = num_blocks(request.num_tokens, self.block_size)
+            if num_blocks_ahead and num_blocks_ahead + own > budget:
+                break
+            num_blocks_ahead += own
+            within.append(request)
+        return within
 
     def _num_pinned_blocks(self) -> int:
         if len(self.requests) == len(self.running) + len(self.waiting) + len(self.kv_holding_waiting):
