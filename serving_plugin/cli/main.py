@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from serving_plugin.cli import bench, models, predict, serve
+from serving_plugin.cli import bench, models, predict, profile, serve
 from serving_plugin.core.errors import TetriError
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ def configure(
     )
 
 
-for group in (serve, bench, predict, models):
+for group in (serve, bench, profile, predict, models):
     group.register(app)
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.util import _run_finalizers  # type: ignore[attr-defined]
 from typing import Any, TypeVar
 
 from serving_plugin.core.config import InstanceSettings
@@ -142,7 +143,7 @@ def _serve(spec: EngineSpec, pipe: Connection, log_path: str) -> None:
         engine = OfflineEngine(spec)
     except BaseException as error:
         traceback.print_exc()
-        pipe.send((False, f"the engine did not start: {type(error).__name__}: {error}"))
+        pipe.send((False, f"the engine did not start: {_one_line(error)}"))
         return
     pipe.send((True, None))
     while True:
@@ -154,9 +155,14 @@ def _serve(spec: EngineSpec, pipe: Connection, log_path: str) -> None:
             answer = (True, function(engine, *args))
         except Exception as error:
             traceback.print_exc()
-            answer = (False, f"{getattr(function, '__name__', function)}: {type(error).__name__}: {error}")
+            answer = (False, f"{getattr(function, '__name__', function)}: {_one_line(error)}")
         try:
             pipe.send(answer)
         except (BrokenPipeError, OSError):
             break
+    _run_finalizers(0)  # semaphores of libraries, which would be reported as leaked
     os._exit(0)  # vLLM's and NIXL's threads need not be waited for
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
