@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,22 +99,19 @@ def decode(
     Returns (`Progress` per job, in their order, and the engine's steps), and forgets them here.
     """
     start_s, box = time.perf_counter(), Mailbox(mailbox) if mailbox is not None else None
-    by_id = {job.id: job for job in jobs}
-    coming = sorted(jobs, key=lambda job: job.arrival_s) if box is None else []
-    num_left = len(jobs)
-    while num_left or engine.scheduler.has_unfinished_requests():
+    coming = sorted(jobs, key=lambda job: job.arrival_s)
+    held: dict[str, dict[str, Any]] = {}  # transfer parameters that have come, by request
+    while coming or engine.scheduler.has_unfinished_requests():
         now_s = time.perf_counter() - start_s
         if now_s > timeout_s:
-            raise TimeoutError(f"{num_left} to come and {len(engine.scheduler.requests)} running after {timeout_s:g} s")
-        while coming and coming[0].arrival_s <= now_s:
-            job = coming.pop(0)
-            params = {"tetri": {"request_id": job.id, **job.forecast}}
+            raise TimeoutError(f"{len(coming)} to come and {len(engine.scheduler.requests)} running, {timeout_s:g} s")
+        if box is not None and coming:
+            held |= box.take()
+        for job in [job for job in coming if job.arrival_s <= now_s and (box is None or job.id in held)]:
+            own = {"tetri": {"request_id": job.id, **job.forecast}}
+            params = own if box is None else pulled(job, held.pop(job.id))
             engine.add(job.id, job.prompt_token_ids, job.max_tokens, job.num_output_tokens, params)
-            num_left -= 1
-        for id, params in (box.take() if box is not None else {}).items():
-            job = by_id[id]
-            engine.add(id, job.prompt_token_ids, job.max_tokens, job.num_output_tokens, pulled(job, params))
-            num_left -= 1
+            coming.remove(job)
         if not engine.step() and not engine.scheduler.has_requests():
             time.sleep(0.001)
     result = [engine.requests[job.id] for job in jobs], engine.steps
@@ -127,3 +124,33 @@ def decode(
 def cores() -> list[int]:
     """Cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """The order of round `number`: every other one the other way round."""
+    return list(names) if number % 2 == 0 else list(reversed(names))
+
+
+def rounded(times_ms: Sequence[float]) -> list[float]:
+    """To a microsecond, which is more than is known."""
+    return [round(ms, 3) for ms in times_ms]
+
+
+def ratio_text(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Mean over the rounds of the ratio, with one-sided 95 % bounds where there are rounds enough."""
+    return _ratio_text(ours, theirs, lambda ratio: f"{ratio:.2f}", "x")
+
+
+def change_text(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The same as a change in percent."""
+    return _ratio_text(ours, theirs, lambda ratio: f"{100 * (ratio - 1):+.1f}", " %")
+
+
+def _ratio_text(ours: Sequence[float], theirs: Sequence[float], show: Callable[[float], str], unit: str) -> str:
+    found = paired_ratio(ours, theirs)
+    if found is None:
+        return "-"
+    bounds = (
+        "" if found.lower_95 is None or found.upper_95 is None else f" [{show(found.lower_95)}, {show(found.upper_95)}]"
+    )
+    return show(found.mean) + unit + bounds

@@ -234,15 +234,15 @@ class RequestHandler:
         self, job: _Job, prefill_id: str, prefilled: PrefillAnswer, decode_id: str, decode_url: str
     ) -> tuple[str, str]:
         """Ask P's dispatcher for another decode instance; the same one, if it knows none or does not answer."""
-        url = self._url(prefill_id).rstrip("/") + DISPATCH_PATH
         body = {"tetri": prefilled.kv_transfer_params["tetri"], "exclude": [decode_id, *job.lost]}
         try:
+            url = self._url(prefill_id).rstrip("/") + DISPATCH_PATH
             answer = await self._client.post_json(url, body, job.headers, self._settings.connect_timeout_s)
             found = str(answer["decode_id"]), str(answer["decode_url"])
             if answer["decode_id"] is not None:
                 logger.info("%s: bound to %s instead of %s, which has no room", job.row.id, found[0], decode_id)
                 return found
-        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+        except (LegFailedError, aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
             logger.warning("%s: %s names no other decode instance (%r)", job.row.id, prefill_id, error)
         return decode_id, decode_url
 

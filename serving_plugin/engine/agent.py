@@ -197,12 +197,19 @@ class Agent:
 
     async def _withdraw_once(self, request_id: str, room_tokens: int | None) -> Withdrawal:
         """One relinquished request per broadcast: the others must see the room that it takes."""
-        if room_tokens is not None:
-            now_s = time.monotonic()
-            if now_s - self._relinquished_s < RELINQUISH_INTERVAL_S:
-                return Withdrawal.TOO_LARGE
-            self._relinquished_s = now_s
-        return await self.withdraw(request_id, room_tokens)
+        if room_tokens is None:
+            return await self.withdraw(request_id, None)
+        now_s, before_s = time.monotonic(), self._relinquished_s
+        if now_s - before_s < RELINQUISH_INTERVAL_S:
+            return Withdrawal.TOO_LARGE
+        self._relinquished_s = now_s  # the engine may take a step to answer: nobody else asks meanwhile
+        result = Withdrawal.NOT_WAITING
+        try:
+            result = await self.withdraw(request_id, room_tokens)
+        finally:
+            if result is not Withdrawal.DONE and self._relinquished_s == now_s:  # no room taken: the next one's turn
+                self._relinquished_s = before_s
+        return result
 
     def _summaries(self, request_id: str, forecast: LengthForecast | None, max_tokens: int) -> list[dict[str, Any]]:
         """The champion's forecast and, if it is there by now, the shadow's."""

@@ -84,8 +84,11 @@ class Dispatcher:
         `exclude`: instances that already failed this request; our table may not know yet. Instances whose whole pool is
         too small for the request at its longest are left out.
         """
-        loads = tuple(load for load in self._loads if load.id not in exclude and _could_hold(request, load))
-        self._drop_outdated_promises(loads)
+        known = self._loads
+        self._drop_outdated_promises(known)
+        loads = tuple(
+            load for load in known if load.role is Role.DECODE and load.id not in exclude and _could_hold(request, load)
+        )
         promised = {instance_id: kept.promise for instance_id, kept in self._promised.items()}
         chosen = self._policy(request, loads, promised, self._rng)
         if chosen is None or chosen not in self._urls:

@@ -5,6 +5,7 @@ No vLLM import: the scheduler hands over plain values, so the tracker is tested 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,12 +102,15 @@ class RequestTracker:
         """The engine's ids of the live requests that a gateway calls `own_id`.
 
         A leg carries our id in its parameters. A request that runs whole has it only in vLLM's own id, which is made
-        of the gateway's X-Request-Id, once per prompt and sample.
+        of the gateway's X-Request-Id, once per prompt and sample (vLLM 0.32: `cmpl-ID-PROMPT-SUFFIX`,
+        `chatcmpl-ID-SUFFIX`, and `SAMPLE_` before it if there are several).
         """
+        own = re.escape(own_id)
+        whole = re.compile(rf"(\d+_)?(cmpl-{own}-\d+|chatcmpl-{own}(_\d+)?)-[0-9a-f]{{8}}")
         return [
             engine_id
             for engine_id, tracked in self._live.items()
-            if tracked.request_id == own_id or engine_id.startswith((f"cmpl-{own_id}-", f"chatcmpl-{own_id}-"))
+            if tracked.request_id == own_id or whole.fullmatch(engine_id)
         ]
 
     def refresh(self, engine_id: str, num_output_tokens: int) -> Tracked:

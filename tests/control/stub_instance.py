@@ -16,7 +16,9 @@ from aiohttp import web
 from serving_plugin.core.types import InstanceLoad, InstanceState, Role
 from serving_plugin.wire import (
     AGENT_PATH,
+    DISPATCH_PATH,
     LEG_HEADER,
+    RELINQUISH_HEADER,
     WIRE_VERSION,
     Hello,
     LoadReport,
@@ -69,7 +71,11 @@ class Leg:
 
 @dataclass
 class StubInstance:
-    """One instance. `answer` replaces the stub's own behaviour; `aborted` is set when a caller hangs up."""
+    """One instance. `answer` replaces the stub's own behaviour; `aborted` is set when a caller hangs up.
+
+    It gives the first `num_to_relinquish` decode legs back, of those that may be. `redispatch` replaces the choice of
+    another decode instance for such a leg; `redispatched` are the bodies that came for it.
+    """
 
     instance_id: str
     role: Role
@@ -81,6 +87,9 @@ class StubInstance:
     keepalive_s: float = 75.0
     tokens: tuple[str, ...] = ("a", "b", "c")
     summaries: object = None  # of a prefill leg's answer; None: as an instance without a predictor
+    num_to_relinquish: int = 0
+    redispatch: object = None
+    redispatched: list[dict] = field(default_factory=list)
     legs: list[Leg] = field(default_factory=list)
     broadcasts: list = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
@@ -96,6 +105,7 @@ class StubInstance:
     async def start(self, port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
         app = web.Application()
         app.add_routes(routes)
+        app.router.add_post(DISPATCH_PATH, self._redispatch)
         app.router.add_post("/{tail:.*}", self._serve)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(
@@ -154,13 +164,34 @@ class StubInstance:
         try:
             if self.answer is not None:
                 return await self.answer(self, request, leg)
+            if leg.kind == "decode" and self.num_to_relinquish > 0 and RELINQUISH_HEADER in leg.headers:
+                self.num_to_relinquish -= 1
+                return self.give_back()
             return await (self.prefill(leg) if leg.kind == "prefill" else self.generate(request, leg))
         except asyncio.CancelledError:
             self.aborted.set()
             raise
 
+    def give_back(self) -> web.Response:
+        """As an instance answers a decode leg that another one has room for."""
+        error = {"message": f"instance {self.instance_id} has no room", "type": "ServiceUnavailableError", "code": 503}
+        return web.json_response({"error": error}, status=503, headers={RELINQUISH_HEADER: "1"})
+
+    async def _redispatch(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.redispatched.append(body)
+        if self.redispatch is not None:
+            return await self.redispatch(self, request, body)
+        chosen = self._decode_instance(body["exclude"])
+        return web.json_response({"decode_id": chosen and chosen.instance_id, "decode_url": chosen and chosen.url})
+
+    def _decode_instance(self, exclude: Sequence[str] = ()) -> StubInstance | None:
+        """The first in the cluster."""
+        found = (i for i in self.cluster.values() if i.role is Role.DECODE and i.instance_id not in exclude)
+        return next(found, None)
+
     async def prefill(self, leg: Leg, **tetri) -> web.Response:
-        decode_instance = next((i for i in self.cluster.values() if i.role is Role.DECODE), None)
+        decode_instance = self._decode_instance()
         now_s = time.time()
         answer = {
             "request_id": leg.body["kv_transfer_params"]["tetri"]["request_id"],

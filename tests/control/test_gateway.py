@@ -13,7 +13,7 @@ from stub_instance import make_load, sse
 
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.core.types import InstanceState, Outcome, Role
-from serving_plugin.wire import TransferReport
+from serving_plugin.wire import LEG_HEADER, RELINQUISH_HEADER, TransferReport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -252,6 +252,203 @@ async def test_a_client_that_hangs_up_ends_the_leg_at_once(cluster, stage):
     await asyncio.wait_for(stub.aborted.wait(), 2)
     await cluster.until(lambda: len(cluster.gateway.table) == 0)
     assert cluster.record().outcome is Outcome.CANCELLED
+
+
+# Instances without room
+
+OVERLOADED = {"error": {"message": "waited 60 s", "type": "RateLimitError", "param": None, "code": 429}}
+
+
+async def relinquished(cluster) -> dict[str, float]:
+    """What /metrics counts, by instance."""
+    lines = (await (await cluster.http.get("/metrics")).text()).splitlines()
+    counted = [line.split() for line in lines if line.startswith("tetri_relinquished_total{")]
+    return {name.split('"')[1]: float(number) for name, number in counted}
+
+
+def may_be_given_back(stub) -> list[bool]:
+    """Of each decode leg that the stub got."""
+    return [RELINQUISH_HEADER in leg.headers for leg in stub.legs if leg.kind == "decode"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_a_decode_instance_gives_back_goes_to_another_without_a_second_prefill(cluster, path, stream):
+    p0, d0 = cluster.instances["p0"], cluster.instances["d0"]
+    d0.num_to_relinquish = 1
+    d1 = await cluster.add("d1", Role.DECODE, tokens=("from", "d1"))
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    headers = {"X-Request-Id": "mine", "Authorization": "Bearer k"}
+    body = {"model": "m", "stream": stream, "seed": 1, **prompt}
+    async with cluster.http.post(path, json=body, headers=headers) as response:
+        raw = await response.read()
+        assert response.status == 200 and RELINQUISH_HEADER not in response.headers
+    if stream:
+        assert raw == b"".join(d1.events(d1.legs[0]))
+    else:
+        assert json.loads(raw)["choices"][0]["text"] == "fromd1"
+    assert (kinds(p0), kinds(d0), kinds(d1)) == (["prefill"], ["decode"], ["decode"])
+    assert d1.legs[0].body == d0.legs[0].body and d1.legs[0].body["seed"] == 1, "P's word on the KV cache, verbatim"
+    (asked,) = p0.redispatched
+    assert asked == {"tetri": d0.legs[0].body["kv_transfer_params"]["tetri"], "exclude": ["d0"]}
+    assert asked["tetri"]["request_id"] == "mine"
+    assert [leg.headers["Authorization"] for leg in (*p0.legs, *d0.legs, *d1.legs)] == ["Bearer k"] * 3
+    record = cluster.record()
+    assert (record.outcome, record.error) == (Outcome.OK, None)
+    assert (record.prefill_instance, record.decode_instance) == ("p0", "d1")
+    assert await relinquished(cluster) == {"d0": 1.0}
+
+
+async def nobody(p0, request, body):
+    return web.json_response({"decode_id": None, "decode_url": None})
+
+
+async def broken(p0, request, body):
+    return web.json_response({"error": "no"}, status=500)
+
+
+async def unknown(p0, request, body):
+    return web.json_response({"detail": "Not Found"}, status=404)
+
+
+async def nonsense(p0, request, body):
+    return web.json_response(["d1"])
+
+
+async def half_an_answer(p0, request, body):
+    return web.json_response({"decode_id": "d1"})
+
+
+async def no_json(p0, request, body):
+    return web.Response(body=b"{", content_type="application/json")
+
+
+async def hangs(p0, request, body):
+    await asyncio.sleep(30)
+
+
+async def hangs_up(p0, request, body):
+    request.transport.abort()
+    return web.Response()
+
+
+@pytest.mark.parametrize("answer", [nobody, broken, unknown, nonsense, half_an_answer, no_json, hangs, hangs_up])
+async def test_without_another_instance_from_p_it_goes_back_to_the_same_one(bare, answer):
+    await bare.stop()
+    await bare.start(connect_timeout_s=0.3 if answer is hangs else 3.0)
+    p0 = await bare.add("p0", Role.PREFILL, redispatch=answer)
+    d0 = await bare.add("d0", Role.DECODE, num_to_relinquish=1)
+    d1 = await bare.add("d1", Role.DECODE)
+    status, _ = await asyncio.wait_for(bare.complete(), 15)
+    assert (status, kinds(p0), kinds(d0), kinds(d1)) == (200, ["prefill"], ["decode"] * 2, [])
+    assert len(p0.redispatched) == 1
+    assert (bare.record().outcome, bare.record().decode_instance) == (Outcome.OK, "d0")
+
+
+async def test_p_that_has_left_meanwhile_is_not_asked(cluster):
+    p0, d0 = cluster.instances["p0"], cluster.instances["d0"]
+
+    async def give_back_once_p_is_gone(stub, request, leg):
+        if len(stub.legs) > 1:
+            return await stub.generate(request, leg)
+        await p0.hang_up()
+        await cluster.until(lambda: not cluster.gateway.monitor.ready(Role.PREFILL))
+        return stub.give_back()
+
+    d0.answer = give_back_once_p_is_gone
+    status, _ = await cluster.complete()
+    assert (status, kinds(p0), kinds(d0), p0.redispatched) == (200, ["prefill"], ["decode"] * 2, [])
+
+
+async def test_the_third_decode_instance_keeps_the_request(cluster):
+    p0, d0 = cluster.instances["p0"], cluster.instances["d0"]
+    d1 = await cluster.add("d1", Role.DECODE, num_to_relinquish=9)
+    d0.num_to_relinquish = 9
+    status, _ = await cluster.complete()
+    assert (status, kinds(p0)) == (200, ["prefill"])
+    assert (may_be_given_back(d0), may_be_given_back(d1)) == ([True, False], [True])
+    assert [body["exclude"] for body in p0.redispatched] == [["d0"], ["d1"]]
+    assert await relinquished(cluster) == {"d0": 1.0, "d1": 1.0}
+
+
+async def test_instances_that_give_back_what_they_must_keep_end_in_429(cluster):
+    async def give_back(stub, request, leg):
+        return stub.give_back()
+
+    d0 = cluster.instances["d0"]
+    d0.answer = give_back
+    async with cluster.http.post("/v1/completions", json={"prompt": "hi"}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "1")
+        error = (await response.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == 429
+    assert "3 decode instances had no room" in error["message"]
+    assert may_be_given_back(d0) == [True, True, False]
+    assert cluster.record().outcome is Outcome.REJECTED
+    assert await relinquished(cluster) == {"d0": 3.0}
+
+
+async def test_an_instance_that_failed_the_request_is_not_bound_again(cluster):
+    """d0 fails, the second try is prefilled anew and given back by d1: P is told of both."""
+    p0, d0 = cluster.instances["p0"], cluster.instances["d0"]
+    d1 = await cluster.add("d1", Role.DECODE, num_to_relinquish=1)
+
+    async def fail(stub, request, leg):
+        return web.json_response({"error": {"message": "engine is gone"}}, status=503)
+
+    async def dispatch(stub, request, leg):
+        target = d0 if len(stub.legs) == 1 else d1
+        return await stub.prefill(leg, decode_id=target.instance_id, decode_url=target.url)
+
+    d0.answer, p0.answer = fail, dispatch
+    assert (await cluster.complete())[0] == 200
+    assert [body["exclude"] for body in p0.redispatched] == [["d1", "d0"]]
+    assert (kinds(d0), kinds(d1), await relinquished(cluster)) == (["decode"], ["decode"] * 2, {"d1": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("overloaded", "body"),
+    [("p0", {}), ("d0", {}), ("d0", {"stream": True}), ("d0", {"n": 2}), ("p0", {"max_tokens": 1})],
+)
+async def test_an_instances_429_is_passed_on_and_not_tried_elsewhere(cluster, overloaded, body):
+    async def refuse(stub, request, leg):
+        return web.json_response(OVERLOADED, status=429, headers={"Retry-After": "7"})
+
+    stub = cluster.instances[overloaded]
+    stub.answer = refuse
+    other = await cluster.add(overloaded[0] + "1", stub.role)
+    other.load = dataclasses.replace(other.load, num_running=50, num_waiting_prompt_tokens=9999)
+    await cluster.until(lambda: any(load.num_running == 50 for load in cluster.gateway.monitor.loads()))
+    async with cluster.http.post("/v1/completions", json={"prompt": "hi", **body}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "7")
+        assert await response.json() == OVERLOADED
+    assert (len(stub.legs), other.legs) == (1, [])
+    assert cluster.record().outcome is Outcome.REJECTED and "waited 60 s" in cluster.record().error
+
+
+async def test_what_can_never_fit_is_400_and_names_max_tokens(cluster):
+    async def refuse(stub, request, leg):
+        error = "7 prompt tokens and up to 9000 output tokens fit no decode instance's KV cache"
+        return await stub.prefill(leg, decode_id=None, decode_url=None, error=error, can_ever_fit=False)
+
+    cluster.instances["p0"].answer = refuse
+    status, answer = await cluster.complete(max_tokens=9000)
+    message = "7 prompt tokens and up to 9000 output tokens fit no decode instance's KV cache"
+    assert status == 400
+    assert answer == {"error": {"message": message, "type": "BadRequestError", "param": "max_tokens", "code": 400}}
+    assert (kinds(cluster.instances["p0"]), cluster.instances["d0"].legs) == (["prefill"], [])
+    assert cluster.record().outcome is Outcome.REJECTED
+
+
+@pytest.mark.parametrize("body", [{}, {"n": 2}, {"max_tokens": 1}])
+async def test_clients_cannot_say_what_only_gateways_may_in_headers(cluster, body):
+    p0, d0 = cluster.instances["p0"], cluster.instances["d0"]
+    d0.num_to_relinquish = 9
+    forged = {RELINQUISH_HEADER: "1", LEG_HEADER: "decode"}
+    status, _ = await cluster.complete(headers=forged, **body)
+    assert status == 200
+    assert kinds(p0) + kinds(d0) == (["prefill"] + ["decode"] * 3 if body == {} else ["whole"])
+    carrying = [leg.kind for leg in (*p0.legs, *d0.legs) if RELINQUISH_HEADER in leg.headers]
+    assert carrying == (["decode"] * 2 if body == {} else []), "the gateway's own, and never on the last one"
 
 
 @pytest.mark.parametrize(

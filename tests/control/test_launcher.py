@@ -158,12 +158,58 @@ def test_the_printed_line_is_what_would_run(app):
     assert "VLLM_PLUGINS=tetri" in words
 
 
+def test_bounds_of_admission_are_in_the_printed_line(app):
+    arguments = ["instance", "org/model", "--role", "decode", "--predictor", "none", "--print"]
+    bounds = ["--admit", "reserve_expected", "--admit-order", "shortest_expected", "--max-veto-s", "3"]
+    bounds += ["--max-wait-s", "60", "--overflow-probability", "0.05"]
+
+    def printed(more) -> dict:
+        result = CliRunner().invoke(app, [*arguments, *more])
+        assert result.exit_code == 0, result.output
+        words = shlex.split(result.stdout)
+        return json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]["admit"]
+
+    chosen = {
+        "policy": "reserve_expected",
+        "order": "shortest_expected",
+        "max_veto_s": 3.0,
+        "max_wait_s": 60.0,
+        "overflow_probability": 0.05,
+    }
+    default = InstanceSettings(Role.DECODE, "d0", "http://d0").to_dict()["admit"]
+    assert printed(bounds) == default | chosen
+    assert printed([]) == default
+
+
 # Checks before long work
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ["instance", "m", "--role", "decode", "--admit-order", "lifo", "--print"],
+            "admit.order='lifo': must be arrival or shortest_expected",
+        ),
+        (
+            ["instance", "m", "--role", "decode", "--max-wait-s", "0", "--print"],
+            "admit.max_wait_s=0.0: must be above 0 seconds",
+        ),
+        (
+            ["instance", "m", "--role", "decode", "--max-wait-s", "nan", "--print"],
+            "admit.max_wait_s=nan: must be above 0 seconds",
+        ),
+        (
+            ["instance", "m", "--role", "decode", "--max-veto-s", "-1", "--print"],
+            "admit.max_veto_s=-1.0: must be above 0 seconds",
+        ),
+        (
+            ["instance", "m", "--role", "decode", "--overflow-probability", "0.5", "--print"],
+            "admit.overflow_probability=0.5: must be between 0 and 0.5",
+        ),
+        (["serve", "m", "--overflow-probability", "0"], "admit.overflow_probability=0.0: must be between 0 and 0.5"),
+        (["serve", "m", "--max-wait-s", "-1"], "admit.max_wait_s=-1.0: must be above 0 seconds"),
+        (["serve", "m", "--admit-order", "x"], "admit.order='x': must be arrival or shortest_expected"),
         (["instance", "m", "--role", "decode", "--order", "lifo", "--print"], "order.policy='lifo' is unknown; known:"),
         (["instance", "m", "--role", "decode", "--admit", "x", "--print"], "admit.policy='x' is unknown"),
         (["instance", "./none", "--role", "decode", "--print"], "model folder './none' does not exist"),

@@ -1,4 +1,4 @@
-"""The agent without vLLM: whom it trusts, and the shadow that is asked beside the champion.
+"""The agent without vLLM: whom it trusts, the shadow that is asked beside the champion, and what it relinquishes.
 
 Gateways, control connections and predictor processes are real; what answers inside those processes is a script.
 """
@@ -12,7 +12,9 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,13 @@ from serving_plugin.control.settings import GatewaySettings
 from serving_plugin.core.config import InstanceSettings, PredictionSettings
 from serving_plugin.core.drift import ForecastSummary, summarise
 from serving_plugin.core.forecast import LengthForecast
-from serving_plugin.core.types import Role
+from serving_plugin.core.types import InstanceLoad, InstanceState, Role
+from serving_plugin.engine import agent as agent_module
 from serving_plugin.engine import predictor_process
-from serving_plugin.engine.agent import Agent
+from serving_plugin.engine.agent import RELINQUISH_INTERVAL_S, Agent
 from serving_plugin.engine.load_feed import EngineSnapshot, LoadPublisher
 from serving_plugin.engine.predictor_process import PredictorProcess, ShadowPredictor
+from serving_plugin.engine.queue_watch import Withdrawal
 from serving_plugin.predictor.conversation import Message
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,15 +84,15 @@ async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
 
 @pytest.fixture
 async def make_agent() -> AsyncIterator[Callable[..., Any]]:
-    """Starts agents of prefill instances, each with an engine that says it is idle."""
+    """Starts agents, of prefill instances unless told otherwise, each with an engine that says it is idle."""
     opened: list[Any] = []
 
-    async def make(gateways: tuple[str, ...] = (), **prediction: Any) -> Agent:
+    async def make(gateways: tuple[str, ...] = (), role: Role = Role.PREFILL, **prediction: Any) -> Agent:
         engine_id = uuid.uuid4().hex
         publisher = LoadPublisher(engine_id, interval_s=0.02)
         publisher.publish(EngineSnapshot(num_total_blocks=10, num_free_blocks=10))
         settings = InstanceSettings(
-            Role.PREFILL, "p0", "http://127.0.0.1:1", gateways, prediction=PredictionSettings(**prediction)
+            role, f"{role[0]}0", "http://127.0.0.1:1", gateways, prediction=PredictionSettings(**prediction)
         )
         agent = Agent(settings, engine_id, ("m",), "fp")
         opened.extend((publisher, agent))
@@ -225,3 +229,183 @@ async def test_a_shadow_that_cannot_start_is_a_warning(
     forecast = await agent.predict("r1", HELLO)
     assert len(summaries(agent, "r1", forecast)) == 1
     assert shadow_of(agent).status()["is_ready"] is False and shadow_of(agent).num_not_asked == 1
+
+
+# Decode instances: who fits where, and who goes elsewhere
+
+DECODE = InstanceLoad(
+    id="d0", incarnation="x", role=Role.DECODE, role_epoch=0, state=InstanceState.READY, sequence=1, num_waiting=0,
+    num_loading=0, num_running=0, num_waiting_prompt_tokens=0, num_vetoed_tokens=0, num_total_blocks=100,
+    num_free_blocks=100, num_pinned_blocks=0, block_size_tokens=16, num_heavy_decodes=0, num_light_decodes=0,
+    busy_fraction=0.0,
+)  # fmt: skip
+URLS = {"d0": "http://d0", "d1": "http://d1"}
+
+
+async def test_a_relinquished_request_gets_another_instance_and_nobody_if_none_is_left(
+    make_agent: Callable[..., Any],
+) -> None:
+    agent = await make_agent()
+    agent.dispatcher.update((DECODE, replace(DECODE, id="d1")), URLS)
+    decision = json.loads(json.dumps(agent.dispatch(META, FORECAST, 1000)))
+    decision.pop("summaries")  # as gateways do
+    first = decision["decode_id"]
+    (other,) = URLS.keys() - {first}
+
+    def again(*exclude: str) -> dict[str, Any]:
+        return json.loads(json.dumps(agent.redispatch({"tetri": decision, "exclude": list(exclude)})))  # type: ignore[no-any-return]
+
+    assert again(first) == {"decode_id": other, "decode_url": URLS[other]}
+    assert again(other)["decode_id"] == first
+    assert again(first, other) == {"decode_id": None, "decode_url": None}
+    agent.dispatcher.update((DECODE, replace(DECODE, id="d1", state=InstanceState.DRAINING)), URLS)
+    assert again("d0") == {"decode_id": None, "decode_url": None}
+    agent.dispatcher.update((DECODE, replace(DECODE, id="d1", num_total_blocks=62)), URLS)
+    assert again("d0") == {"decode_id": None, "decode_url": None}  # 7 + 1000 tokens are 63 blocks
+
+
+async def test_binding_elsewhere_is_a_promise_like_any_dispatch(make_agent: Callable[..., Any]) -> None:
+    agent = await make_agent()
+    agent.dispatcher.update((DECODE, replace(DECODE, id="d1")), URLS)
+    decision = agent.dispatch(META, FORECAST, 1000)
+    promised = agent.dispatcher._promised
+    before = {id: promised[id].promise.num_blocks if id in promised else 0 for id in URLS}
+    (other,) = URLS.keys() - {decision["decode_id"]}
+    agent.redispatch({"tetri": decision, "exclude": [decision["decode_id"]]})
+    assert agent.dispatcher._promised[other].promise.num_blocks > before[other]
+
+
+@pytest.mark.parametrize(
+    ("loads", "can_ever_fit", "words"),
+    [
+        ((), True, "no READY decode instance is known"),
+        ((replace(DECODE, state=InstanceState.DRAINING),), True, "no READY decode instance is known"),
+        (
+            (replace(DECODE, num_total_blocks=62), replace(DECODE, id="d1", num_total_blocks=10)),
+            False,
+            "7 prompt tokens and up to 1000 output tokens fit no decode instance's KV cache",
+        ),
+    ],
+)
+async def test_a_request_that_can_never_fit_is_told_apart_from_one_that_nobody_can_take_now(
+    loads: tuple[InstanceLoad, ...], can_ever_fit: bool, words: str, make_agent: Callable[..., Any]
+) -> None:
+    agent = await make_agent()
+    agent.dispatcher.update(loads, URLS)
+    decision = agent.dispatch(META, FORECAST, 1000)
+    assert (decision["decode_id"], decision["decode_url"]) == (None, None)
+    assert decision["can_ever_fit"] is can_ever_fit
+    assert words in decision["error"] and "\n" not in decision["error"]
+
+
+async def test_a_request_that_fits_says_so(make_agent: Callable[..., Any]) -> None:
+    agent = await make_agent()
+    agent.dispatcher.update((replace(DECODE, num_total_blocks=63),), URLS)
+    decision = agent.dispatch(META, FORECAST, 1000)
+    assert (decision["decode_id"], decision["can_ever_fit"], decision["error"]) == ("d0", True, None)
+
+
+class Clock:
+    """Stands in for the agent's `time` module."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+class Engine:
+    """Stands in for EngineCore: notes what it is asked to withdraw, and answers `result`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.asked: list[tuple[str, int | None]] = []
+        self.result = Withdrawal.DONE
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        agent.withdraw = self.withdraw
+
+    async def withdraw(self, request_id: str, room_tokens: int | None) -> Withdrawal:
+        self.asked.append((request_id, room_tokens))
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+async def test_the_watch_of_a_leg_sees_the_room_of_others_and_asks_the_engine(make_agent: Callable[..., Any]) -> None:
+    agent = await make_agent(role=Role.DECODE)
+    engine = Engine(agent)
+    watch = agent.watch("r1", True)
+    assert (watch.admit, watch.may_relinquish) == (agent.settings.admit, True)
+    assert agent.watch("r1", False).may_relinquish is False
+    agent.dispatcher.update((DECODE,), URLS)
+    assert watch.room_elsewhere_tokens() is None  # its own room is not elsewhere
+    agent.dispatcher.update((DECODE, replace(DECODE, id="d1", num_free_blocks=3)), URLS)
+    assert watch.room_elsewhere_tokens() == 48
+    assert await watch.withdraw(48) is Withdrawal.DONE
+    assert engine.asked == [("r1", 48)]
+
+
+async def test_one_request_is_relinquished_per_interval(
+    make_agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' rooms are as old as the last broadcast: a whole queue must not go to the same room."""
+    agent = await make_agent(role=Role.DECODE)
+    engine, clock = Engine(agent), Clock(monkeypatch)
+    withdraw = {name: agent.watch(name, True).withdraw for name in ("a", "b", "c")}
+    assert await withdraw["a"](100) is Withdrawal.DONE
+    assert await withdraw["b"](100) is Withdrawal.TOO_LARGE  # it waits on
+    clock.now_s += RELINQUISH_INTERVAL_S - 0.01
+    assert await withdraw["b"](100) is Withdrawal.TOO_LARGE
+    clock.now_s += 0.02
+    assert await withdraw["b"](100) is Withdrawal.DONE
+    assert await withdraw["c"](100) is Withdrawal.TOO_LARGE
+    assert engine.asked == [("a", 100), ("b", 100)]
+
+
+async def test_the_end_of_a_wait_needs_no_turn(make_agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = await make_agent(role=Role.DECODE)
+    engine, _ = Engine(agent), Clock(monkeypatch)
+    for name in ("a", "b"):
+        assert await agent.watch(name, True).withdraw(None) is Withdrawal.DONE
+    assert await agent.watch("c", True).withdraw(100) is Withdrawal.DONE  # nor does it take one
+    assert engine.asked == [("a", None), ("b", None), ("c", 100)]
+
+
+@pytest.mark.parametrize("result", [Withdrawal.TOO_LARGE, Withdrawal.NOT_WAITING, RuntimeError("engine is gone")])
+async def test_a_request_that_is_not_relinquished_takes_no_turn_from_others(
+    result: Withdrawal | Exception, make_agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that is too large for any room, looking again every half second, keeps the rest here for ever."""
+    agent = await make_agent(role=Role.DECODE)
+    engine, _ = Engine(agent), Clock(monkeypatch)
+    if isinstance(result, Exception):
+        engine.error = result
+        with pytest.raises(RuntimeError, match="engine is gone"):
+            await agent.watch("large", True).withdraw(100)
+        engine.error = None
+    else:
+        engine.result = result
+        assert await agent.watch("large", True).withdraw(100) is result
+        engine.result = Withdrawal.DONE
+    assert await agent.watch("small", True).withdraw(100) is Withdrawal.DONE
+    assert [name for name, _ in engine.asked] == ["large", "small"]
+
+
+async def test_nobody_else_is_withdrawn_while_the_engine_is_asked(
+    make_agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = await make_agent(role=Role.DECODE)
+    engine, _ = Engine(agent), Clock(monkeypatch)
+    engine.gate.clear()
+    first = asyncio.ensure_future(agent.watch("a", True).withdraw(100))
+    await until(lambda: engine.asked)
+    assert await agent.watch("b", True).withdraw(100) is Withdrawal.TOO_LARGE
+    engine.gate.set()
+    assert await first is Withdrawal.DONE
+    assert engine.asked == [("a", 100)]
+
+
+async def test_without_an_engine_nothing_is_withdrawn(make_agent: Callable[..., Any]) -> None:
+    agent = await make_agent(role=Role.DECODE)
+    assert await agent.watch("a", True).withdraw(100) is Withdrawal.NOT_WAITING

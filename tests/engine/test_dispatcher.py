@@ -87,3 +87,93 @@ def test_no_ready_instance(state: InstanceState) -> None:
     dispatcher = make()
     dispatcher.update([replace(LOAD, state=state)], {"d0": "http://d0"})
     assert dispatcher.choose(request()) is None
+
+
+URLS = {"d0": "http://d0", "d1": "http://d1", "p0": "http://p0"}
+
+
+@pytest.mark.parametrize(
+    ("exclude", "chosen"),
+    [((), "d0"), (("d0",), "d1"), (("d1",), "d0"), (("d0", "d1"), None), (("nobody",), "d0")],
+)
+def test_excluded_instances_are_not_chosen(exclude: tuple[str, ...], chosen: str | None) -> None:
+    dispatcher = make()
+    dispatcher.update([LOAD, replace(LOAD, id="d1", num_free_blocks=99)], URLS)
+    found = dispatcher.choose(request(), exclude=frozenset(exclude))
+    assert found == (None if chosen is None else (chosen, URLS[chosen]))
+
+
+@pytest.mark.parametrize(
+    ("other", "exclude"),
+    [(request(1), ("d0",)), (replace(request(1), num_prompt_tokens=1000), ())],  # excluded; too large for d0's pool
+)
+def test_a_promise_outlives_a_request_that_cannot_go_there(other: RequestInfo, exclude: tuple[str, ...]) -> None:
+    dispatcher = make()
+    dispatcher.update([LOAD, replace(LOAD, id="d1", num_total_blocks=200, num_free_blocks=99)], URLS)
+    assert dispatcher.choose(request(0)) == ("d0", "http://d0")  # 35 blocks of its 100 are promised
+    assert dispatcher.choose(other, frozenset(exclude)) == ("d1", "http://d1")
+    assert dispatcher._promised["d0"].promise.num_blocks == 35
+
+
+def test_what_is_not_a_decode_instance_is_not_judged() -> None:
+    """A prefill instance's pool may be of any size, or unknown."""
+    dispatcher = make()
+    dispatcher.update([replace(LOAD, id="p0", role=Role.PREFILL, block_size_tokens=0, num_total_blocks=0), LOAD], URLS)
+    assert dispatcher.choose(request()) == ("d0", "http://d0")
+    assert dispatcher.can_ever_fit(request())
+
+
+@pytest.mark.parametrize("policy", ["least_load", "power_of_two", "random", "imbalance"])
+def test_a_pool_that_could_never_hold_the_request_is_left_out(policy: str) -> None:
+    """160 + 1000 tokens are 73 blocks of 16."""
+    dispatcher = make(policy)
+    small, large = replace(LOAD, num_total_blocks=72), replace(LOAD, id="d1", num_total_blocks=73, num_free_blocks=0)
+    dispatcher.update([small, large], URLS)
+    assert [dispatcher.choose(request(i)) for i in range(9)] == [("d1", "http://d1")] * 9
+    assert dispatcher.choose(request(), exclude=frozenset(["d1"])) is None
+
+
+@pytest.mark.parametrize(
+    ("loads", "can_ever_fit"),
+    [
+        ([], True),  # nobody is known: nobody can say
+        ([replace(LOAD, id="p0", role=Role.PREFILL, num_total_blocks=5)], True),
+        ([replace(LOAD, num_total_blocks=73)], True),
+        ([replace(LOAD, num_total_blocks=72)], False),
+        ([replace(LOAD, num_total_blocks=72), replace(LOAD, id="p0", role=Role.PREFILL)], False),
+        ([replace(LOAD, num_total_blocks=72), replace(LOAD, id="d1")], True),
+        ([replace(LOAD, num_total_blocks=72), replace(LOAD, id="d1", state=InstanceState.DRAINING)], True),
+        ([replace(LOAD, num_free_blocks=0)], True),  # full now, not for ever
+    ],
+)
+def test_a_request_can_never_fit_only_if_every_known_decode_instance_is_too_small(
+    loads: list[InstanceLoad], can_ever_fit: bool
+) -> None:
+    dispatcher = make()
+    dispatcher.update(loads, URLS)
+    assert dispatcher.can_ever_fit(request()) is can_ever_fit
+
+
+@pytest.mark.parametrize(
+    ("loads", "room_tokens"),
+    [
+        ([], None),
+        ([LOAD], None),  # its own
+        ([LOAD, replace(LOAD, id="d1", num_free_blocks=7)], 7 * 16),
+        ([LOAD, replace(LOAD, id="d1", num_free_blocks=7), replace(LOAD, id="d2", num_free_blocks=8)], 8 * 16),
+        ([replace(LOAD, id="d1", num_free_blocks=7, block_size_tokens=32)], 7 * 32),
+        ([replace(LOAD, id="d1", num_free_blocks=7, num_vetoed_tokens=33)], 4 * 16),  # spoken for by its own queue
+        ([replace(LOAD, id="d1", num_free_blocks=7, num_vetoed_tokens=7 * 16)], None),
+        ([replace(LOAD, id="d1", num_free_blocks=7, num_vetoed_tokens=900)], None),
+        ([replace(LOAD, id="d1", num_free_blocks=0)], None),
+        ([replace(LOAD, id="p0", role=Role.PREFILL)], None),
+        ([replace(LOAD, id="d1", state=InstanceState.DRAINING)], None),
+        ([replace(LOAD, id="d1", state=InstanceState.STARTING)], None),
+    ],
+)
+def test_room_elsewhere_is_that_of_the_roomiest_other_ready_decode_instance(
+    loads: list[InstanceLoad], room_tokens: int | None
+) -> None:
+    dispatcher = make()
+    dispatcher.update(loads, URLS)
+    assert dispatcher.room_elsewhere_tokens("d0") == room_tokens

@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from fake_clock import now_s, run
 
-from serving_plugin.core.config import InstanceSettings, PredictionSettings
+from serving_plugin.core.config import AdmitSettings, InstanceSettings, PredictionSettings
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import Role
+from serving_plugin.engine.breaker import MAX_LATE_IN_A_ROW, ForecastBreaker
 from serving_plugin.engine.legs import LegMiddleware, conversation_of
+from serving_plugin.engine.queue_watch import QueueWatch, Withdrawal
 from serving_plugin.predictor.conversation import Message
 
 FORECAST = LengthForecast((0, 200, 400), (0.2, 0.8))
@@ -22,23 +25,43 @@ BODY = {"model": "m", "prompt": "hello", "kv_transfer_params": {"do_remote_decod
 
 
 class StandInAgent:
-    """Answers like `Agent`; `delay_s` is how long its predictor takes."""
+    """Answers like `Agent`; `delay_s` is how long its predictor takes.
+
+    `is_waiting`: whether the engine still has every request in its queue; `room_tokens`: what others have room for.
+    """
 
     def __init__(
         self, role: Role = Role.PREFILL, mode: str = "parallel", delay_s: float = 0.0, timeout_s: float = 0.2
     ) -> None:
         prediction = PredictionSettings(mode=mode, timeout_s=timeout_s)
-        self.settings = InstanceSettings(role, "p0", "http://127.0.0.1:1", prediction=prediction)
+        admit = AdmitSettings(max_veto_s=10.0, max_wait_s=60.0)
+        self.settings = InstanceSettings(role, "p0", "http://127.0.0.1:1", prediction=prediction, admit=admit)
+        self.breaker = ForecastBreaker(timeout_s)
         self.role = role
         self.num_legs = {"prefill": 0, "decode": 0, "whole": 0}
         self.events: list[str] = []
         self.dispatched: list[tuple[LengthForecast | None, int]] = []
-        self._delay_s = delay_s
+        self.delay_s = delay_s
+        self.num_predicting = 0
+        self.is_waiting = True
+        self.room_tokens: int | None = None
+        self.withdrawn: list[tuple[str, int | None]] = []
 
     async def predict(self, request_id: str, messages: Sequence[Message]) -> LengthForecast:
-        await asyncio.sleep(self._delay_s)
+        self.num_predicting += 1
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.num_predicting -= 1
         self.events.append(f"forecast of {messages[-1].content}")
         return FORECAST
+
+    def watch(self, request_id: str, may_relinquish: bool) -> QueueWatch:
+        async def withdraw(room_tokens: int | None) -> Withdrawal:
+            self.withdrawn.append((request_id, room_tokens))
+            return Withdrawal.DONE if self.is_waiting else Withdrawal.NOT_WAITING
+
+        return QueueWatch(self.settings.admit, may_relinquish, lambda: self.room_tokens, withdraw)
 
     def dispatch(self, meta: Any, forecast: LengthForecast | None, max_tokens: int) -> dict[str, Any]:
         self.dispatched.append((forecast, max_tokens))
@@ -174,3 +197,324 @@ async def test_a_prefill_leg_without_metadata_is_refused(raw: bytes) -> None:
 def test_conversation_that_the_predictor_sees(body: Any, messages: list[tuple[str, str]]) -> None:
     seen = conversation_of(body, lambda ids: f"decoded {ids}")
     assert [(message.role, message.content) for message in seen] == messages
+
+
+# Waits, under a fake clock
+
+ANSWER = json.dumps({"id": "x", "kv_transfer_params": {"tetri": {**META, "num_prompt_tokens": 7}}}).encode()
+START = {"type": "http.response.start", "status": 200, "headers": [(b"x-mine", b"1")]}
+RELINQUISH = (b"X-Tetri-Relinquish", b"1")
+
+
+class Exchange:
+    """One leg through the middleware; `sent` and `sent_s` are what the client got, and when."""
+
+    def __init__(
+        self, agent: StandInAgent, app: Any, leg: str = "decode", more_headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self.sent: list[Any] = []
+        self.sent_s: list[float] = []
+        self.disconnected = asyncio.Event()
+        self._has_body = True
+        headers = [(b"X-Tetri-Leg", leg.encode()), (b"X-Request-Id", b"r1"), *more_headers]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        middleware = LegMiddleware(app, lambda: agent, str, lambda: 100)  # type: ignore[arg-type, return-value]
+        self.task = asyncio.ensure_future(middleware(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._has_body:
+            self._has_body = False
+            return {"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.sent_s.append(now_s())
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert [message["type"] for message in self.sent] == ["http.response.start", "http.response.body"]
+        assert self.headers[b"content-length"] == str(len(self.sent[1]["body"])).encode()
+        return json.loads(self.sent[1]["body"])["error"]  # type: ignore[no-any-return]
+
+
+def queueing(events: list[str], starts: bool = True) -> Any:
+    """An application whose request waits in the engine's queue for ever; its end takes a second."""
+
+    async def app(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        await receive()
+        if starts:  # a stream's headers go out before its first token
+            await send(START)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1)
+            events.append("application ended")
+
+    return app
+
+
+def answering(after_s: float) -> Any:
+    """An application that answers after so many seconds."""
+
+    async def app(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        await receive()
+        await asyncio.sleep(after_s)
+        await send(START)
+        await send({"type": "http.response.body", "body": ANSWER})
+
+    return app
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_relinquished_leg_is_cancelled_and_answered_503_with_the_header(starts: bool) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(Role.DECODE)
+        agent.room_tokens = 500
+        exchange = Exchange(agent, queueing(agent.events, starts), more_headers=[RELINQUISH])
+        await asyncio.sleep(9.9)
+        assert exchange.sent == [] and agent.events == []
+        await exchange.task
+        assert agent.withdrawn == [("r1", 500)]
+        assert agent.events == ["application ended"]
+        assert exchange.sent_s == [11.0, 11.0], "not before the application is gone"
+        assert exchange.sent[0]["status"] == 503 and exchange.headers[b"x-tetri-relinquish"] == b"1"
+        assert b"x-mine" not in exchange.headers
+        error = exchange.error
+        assert (error["type"], error["code"], error["param"]) == ("ServiceUnavailableError", 503, None)
+        assert "instance p0 has no room" in error["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "whole"])
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_leg_that_waits_for_max_wait_s_is_cancelled_and_answered_429(leg: str, starts: bool) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent()
+        agent.room_tokens = 500  # of no use without a gateway that says it can bind the leg elsewhere
+        exchange = Exchange(agent, queueing(agent.events, starts), leg)
+        await asyncio.sleep(59.9)
+        assert exchange.sent == []
+        await exchange.task
+        assert agent.withdrawn == [("r1", None)]
+        assert agent.events[-1] == "application ended" and exchange.sent_s == [61.0, 61.0]
+        assert exchange.sent[0]["status"] == 429 and exchange.headers[b"retry-after"] == b"1"
+        assert b"x-tetri-relinquish" not in exchange.headers
+        error = exchange.error
+        assert (error["type"], error["code"], error["param"]) == ("RateLimitError", 429, None)
+        assert "waited 60 s for room on instance p0 (admit.max_wait_s)" in error["message"]
+        assert agent.dispatched == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "whole"])
+def test_a_leg_that_the_engine_has_admitted_may_take_as_long_as_it_likes(leg: str) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent()
+        agent.is_waiting, agent.room_tokens = False, 500
+        exchange = Exchange(agent, answering(5000), leg, [RELINQUISH])
+        await exchange.task
+        assert exchange.sent[0]["status"] == 200 and exchange.sent_s[0] == 5000
+        assert len(agent.withdrawn) == 1, "asked once, told that it is under way"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["decode", "whole"])
+def test_a_stream_passes_unchanged_with_its_start_held_until_the_first_body(leg: str) -> None:
+    bodies = [{"type": "http.response.body", "body": b"data: %d" % i, "more_body": i < 3} for i in range(4)]
+
+    async def app(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        await send(START)
+        for body in bodies:
+            await asyncio.sleep(5)  # 2 minutes later a token still goes out: max_wait_s bounds the queue alone
+            await send(body)
+            await asyncio.sleep(40)
+
+    async def scenario() -> None:
+        agent = StandInAgent(Role.DECODE)
+        agent.room_tokens = 500
+        exchange = Exchange(agent, app, leg, [RELINQUISH])
+        await exchange.task
+        assert exchange.sent == [START, *bodies]
+        assert exchange.sent_s == [5, 5, 50, 95, 140]
+        assert agent.withdrawn == []
+
+    run(scenario())
+
+
+def test_what_is_no_leg_is_not_watched() -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(Role.DECODE)
+        exchange = Exchange(agent, answering(1000), "nonsense")
+        await exchange.task
+        assert exchange.sent[0] == START and agent.withdrawn == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "whole"])
+@pytest.mark.parametrize("num_sent", [0, 1, 2])
+def test_an_application_that_raises_still_raises(leg: str, num_sent: int) -> None:
+    messages = [START, {"type": "http.response.body", "body": b"a", "more_body": True}]
+
+    async def app(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        for message in messages[:num_sent]:
+            await send(message)
+        await asyncio.sleep(1)
+        raise ValueError("the application failed")
+
+    async def scenario() -> None:
+        exchange = Exchange(StandInAgent(), app, leg)
+        with pytest.raises(ValueError, match="the application failed"):
+            await exchange.task
+        sent = messages if num_sent == 2 and leg != "prefill" else []
+        assert exchange.sent == sent, "a start without a body is no answer: the server makes it a 500"
+        await settled()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "whole"])
+def test_a_server_that_gives_up_on_a_leg_cancels_its_application(leg: str) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent()
+        exchange = Exchange(agent, queueing(agent.events), leg)
+        await asyncio.sleep(3)
+        exchange.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await exchange.task
+        await settled(after_s=2)
+        assert agent.events[-1] == "application ended"
+        assert (exchange.sent, agent.withdrawn) == ([], [])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["decode", "whole"])
+def test_an_application_sees_that_its_client_hangs_up(leg: str) -> None:
+    async def app(scope: Any, receive: Callable[[], Any], send: Any) -> None:
+        assert (await receive())["type"] == "http.request"
+        await send(START)
+        assert (await receive())["type"] == "http.disconnect"  # vLLM then aborts the request and returns
+
+    async def scenario() -> None:
+        agent = StandInAgent(Role.DECODE)
+        exchange = Exchange(agent, app, leg)
+        await asyncio.sleep(3)
+        exchange.disconnected.set()
+        await exchange.task
+        assert (now_s(), exchange.sent, agent.withdrawn) == (3, [], [])
+        await settled()
+
+    run(scenario())
+
+
+async def settled(after_s: float = 0.001) -> None:
+    """Nothing of a leg is left running."""
+    await asyncio.sleep(after_s)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# Late forecasts, under a fake clock
+
+
+async def prefill(agent: StandInAgent, engine_s: float = 0.1) -> tuple[float, LengthForecast | None]:
+    """(seconds that a prefill leg took, the forecast that it was dispatched with)."""
+    started_s = now_s()
+    exchange = Exchange(agent, answering(engine_s), "prefill")
+    await exchange.task
+    assert exchange.sent[0]["status"] == 200
+    return round(now_s() - started_s, 6), agent.dispatched[-1][0]
+
+
+@pytest.mark.parametrize(("mode", "in_time_s"), [("parallel", 0.5), ("sequential", 0.6)])
+def test_nobody_waits_for_forecasts_that_keep_coming_late_until_one_is_in_time(mode: str, in_time_s: float) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(mode=mode, delay_s=30, timeout_s=2)
+        waited_s = 2.0 if mode == "parallel" else 2.1
+        for _ in range(MAX_LATE_IN_A_ROW):
+            assert await prefill(agent) == (waited_s, None)
+        await asyncio.sleep(0.01)
+        for _ in range(20):
+            assert await prefill(agent) == (0.1, None)
+        agent.delay_s = 0.5  # it is well again, and the next one that is asked shows it
+        assert await prefill(agent) == (0.1, None)
+        await asyncio.sleep(2)
+        for _ in range(3):
+            assert await prefill(agent) == (in_time_s, FORECAST)
+
+    run(scenario())
+
+
+def test_a_forecast_just_in_time_is_waited_for_again_and_again() -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(delay_s=1.9, timeout_s=2)
+        for _ in range(5):
+            assert await prefill(agent) == (1.9, FORECAST)
+
+    run(scenario())
+
+
+def test_legs_side_by_side_each_wait_no_longer_than_the_timeout() -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(delay_s=30, timeout_s=2)
+        assert await asyncio.gather(*(prefill(agent) for _ in range(8))) == [(2.0, None)] * 8
+        await asyncio.sleep(0.01)
+        assert await asyncio.gather(*(prefill(agent) for _ in range(8))) == [(0.1, None)] * 8
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_what_has_come_by_the_end_of_a_long_prefill_counts_however_late(mode: str, is_open: bool) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(mode=mode, delay_s=3, timeout_s=2)
+        for _ in range(MAX_LATE_IN_A_ROW if is_open else 0):
+            agent.breaker.observe(False)
+        took_s, forecast = await prefill(agent, engine_s=5)
+        assert forecast == FORECAST
+        assert took_s == (7 if mode == "sequential" and not is_open else 5)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_forecasts_under_way_never_pile_up_beyond_the_timeout(is_open: bool) -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(delay_s=1e6, timeout_s=2)
+        for _ in range(MAX_LATE_IN_A_ROW if is_open else 0):
+            agent.breaker.observe(False)
+        legs, most = [], 0
+        for _ in range(100):  # ten legs a second
+            legs.append(asyncio.ensure_future(prefill(agent)))
+            await asyncio.sleep(0.1)
+            most = max(most, agent.num_predicting)
+        assert most <= 21
+        await asyncio.gather(*legs)
+        await asyncio.sleep(2.01)
+        assert agent.num_predicting == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scenario())
+
+
+def test_the_forecast_of_a_cancelled_leg_ends_too() -> None:
+    async def scenario() -> None:
+        agent = StandInAgent(delay_s=1e6, timeout_s=2)
+        exchange = Exchange(agent, queueing([]), "prefill")
+        await asyncio.sleep(1)
+        exchange.task.cancel()
+        await asyncio.sleep(1.01)
+        assert agent.num_predicting == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scenario())

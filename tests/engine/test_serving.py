@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from real_cluster import Cluster
 
+from serving_plugin.core.config import DEFAULT_CPU_CHUNK_TOKENS, ForecastSettings
+from serving_plugin.engine.tracker import RequestTracker
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WORDS = ["river", "bridge", "clock", "kitchen", "planet", "letter", "ladder", "garden", "window", "market"]
@@ -107,6 +110,33 @@ def stream(cluster: Cluster, base_url: str, path: str, body: dict[str, Any]) -> 
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def test_the_chunk_changes_at_run_time_and_answers_do_not(cluster: Cluster) -> None:
+    text = " ".join(random.Random(7).choice(WORDS) for _ in range(300))
+    expected = complete(cluster, cluster.plain, text)["choices"][0]["text"]
+    prefill_s: dict[int, float] = {}
+    try:
+        for chunk_tokens in (1, 7, 0):
+            answer = cluster.post(cluster.prefill, "/tetri/chunk", {"chunk_tokens": chunk_tokens})
+            assert answer == (200, {"chunk_tokens": chunk_tokens})
+            ids = [f"chunk-{chunk_tokens}-{i}" for i in range(2)]
+            for request_id in ids:
+                assert complete(cluster, cluster.gateway, text, request_id)["choices"][0]["text"] == expected
+            records = {r["id"]: r for r in cluster.get(f"{cluster.gateway}/tetri/requests?limit=1000")["requests"]}
+            prefill_s[chunk_tokens] = min(records[i]["prefill_end_s"] - records[i]["prefill_start_s"] for i in ids)
+    finally:
+        cluster.post(cluster.prefill, "/tetri/chunk", {"chunk_tokens": DEFAULT_CPU_CHUNK_TOKENS})
+    assert prefill_s[1] > 5 * prefill_s[0], "over 300 steps in place of one: it really changed"
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "64", True, None])
+def test_a_bad_chunk_is_refused_in_one_line_and_changes_nothing(cluster: Cluster, value: Any) -> None:
+    status, answer = cluster.post(cluster.prefill, "/tetri/chunk", {"chunk_tokens": value})
+    error = answer["error"]
+    assert (status, error["code"], error["type"], error["param"]) == (400, 400, "BadRequestError", "chunk_tokens")
+    assert error["message"] == f"chunk_tokens={value!r}: must be a whole number, 0 (vLLM's own limit) or more"
+    assert complete(cluster, cluster.gateway, "river bridge")["choices"]
+
+
 def test_streaming_gives_the_same_text_and_usage(cluster: Cluster) -> None:
     body = {"model": cluster.model, "prompt": prompts(1, 5)[0], "temperature": 0, "max_tokens": 30}
     chunks = stream(cluster, cluster.gateway, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
@@ -140,6 +170,25 @@ def test_several_samples_run_whole_and_are_counted(cluster: Cluster) -> None:
     assert record["prefill_instance"] == record["decode_instance"]
 
 
+def test_a_whole_request_is_found_in_the_engine_by_its_gateways_id(cluster: Cluster) -> None:
+    """`max_wait_s` and relinquishing must find every part of it there, and of no other: ids are vLLM's own."""
+    two = {"model": cluster.model, "n": 2, "temperature": 0.9, "max_tokens": 4}
+    chat = {"messages": [{"role": "user", "content": "river"}]}
+    ours = {
+        "whole": ("/v1/completions", {"prompt": ["river", "bridge"]}, 4),
+        "whole-1": ("/v1/completions", {"prompt": "river"}, 2),
+        "whole-chat": ("/v1/chat/completions", chat, 2),
+    }
+    for request_id, (path, more, _) in ours.items():
+        status, answer = cluster.post(cluster.gateway, path, {**two, **more}, {"X-Request-Id": request_id})
+        assert status == 200, answer
+    tracker = RequestTracker(ForecastSettings())
+    for engine_id in scheduler_records(cluster, cluster.decode):
+        tracker.add(engine_id, engine_id, 1, 1, {}, 0.0)
+    found = {request_id: tracker.engine_ids(request_id) for request_id in ours}
+    assert {request_id: len(set(ids)) for request_id, ids in found.items()} == {i: ours[i][2] for i in ours}
+
+
 def test_client_sent_kv_parameters_never_reach_an_instance(cluster: Cluster) -> None:
     evil = {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 1, "remote_block_ids": [[1]],
             "remote_engine_id": "x", "remote_request_id": "y"}  # fmt: skip
@@ -170,6 +219,7 @@ def test_seeded_requests_do_not_kill_the_engine_and_repeat(cluster: Cluster) -> 
     [
         ("/v1/completions", {"model": "nope", "prompt": "a"}, 404, "nope"),
         ("/v1/completions", {"prompt": "river " * 4000, "max_tokens": 5}, 400, "2048"),
+        ("/v1/completions", {"prompt": "river", "max_tokens": 5000}, 400, "2048"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("/v1/chat/completions", {"messages": "hello"}, 400, "messages"),
     ],

@@ -1,5 +1,7 @@
 """Forecasts, ranges and times of requests inside an engine, without one."""
 
+import pytest
+
 from serving_plugin.core.config import ForecastSettings
 from serving_plugin.core.forecast import LengthRange
 from serving_plugin.engine.tracker import RequestTracker
@@ -68,3 +70,38 @@ def test_records_name_what_happened() -> None:
     assert record["finished_s"] == 2.0
     assert tracker.get("e") is None
     assert tracker.finish("e", 12, completed=True, now_s=3.0) is None
+
+
+@pytest.mark.parametrize(
+    ("own_id", "engine_ids"),
+    [
+        ("r1", ["cmpl-r1-0-aaaaaaaa"]),
+        ("r1-1", ["cmpl-r1-1-0-bbbbbbbb"]),
+        ("r1-12345678", ["cmpl-r1-12345678-0-cccccccc"]),  # the gateway's own name for a second request "r1"
+        ("w", ["0_cmpl-w-0-dddddddd", "1_cmpl-w-0-dddddddd", "cmpl-w-1-eeeeeeee"]),  # samples, and two prompts
+        ("c", ["chatcmpl-c-ffffffff"]),
+        ("c-12345678", ["chatcmpl-c-12345678-aaaaaaaa"]),
+        ("c-2", ["0_chatcmpl-c-2-aaaaaaaa", "1_chatcmpl-c-2-aaaaaaaa"]),
+        ("a.b*", ["chatcmpl-a.b*-aaaaaaaa"]),
+        ("axb", []),
+        ("", []),
+        ("r", []),
+    ],
+)
+def test_a_gateways_id_finds_its_own_requests_and_no_others(own_id: str, engine_ids: list[str]) -> None:
+    """Ids are clients' to choose: one may begin like another, and the wrong request must not be withdrawn."""
+    tracker = make_tracker()
+    tracker.add("cmpl-r1-0-aaaaaaaa", "r1", 10, 100, META, 0.0)  # a leg carries its id
+    tracker.add("cmpl-r1-1-0-bbbbbbbb", "r1-1", 10, 100, META, 0.0)
+    for engine_id in (
+        "cmpl-r1-12345678-0-cccccccc",
+        *("0_cmpl-w-0-dddddddd", "1_cmpl-w-0-dddddddd", "cmpl-w-1-eeeeeeee"),
+        *("chatcmpl-c-ffffffff", "chatcmpl-c-12345678-aaaaaaaa"),
+        *("0_chatcmpl-c-2-aaaaaaaa", "1_chatcmpl-c-2-aaaaaaaa"),
+        "chatcmpl-a.b*-aaaaaaaa",
+    ):
+        tracker.add(engine_id, engine_id, 10, 100, {}, 0.0)  # what runs whole does not
+    assert tracker.engine_ids(own_id) == engine_ids
+    for engine_id in engine_ids:
+        tracker.finish(engine_id, 0, completed=False, now_s=1.0)
+    assert tracker.engine_ids(own_id) == []
