@@ -17,6 +17,7 @@ Poisson arrivals.
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 import time
@@ -36,6 +37,7 @@ from pipeline.params import load_params
 from pipeline.target import load_tokenizer
 from pipeline.train import split_name
 from serving_plugin.bench.metrics import paired_ratio
+from serving_plugin.bench.report import write_atomically
 from serving_plugin.core.config import (
     AdmitSettings,
     ChunkSettings,
@@ -64,6 +66,7 @@ COVERAGE = 0.9
 GRANULARITY_TOKENS = 200
 HISTORY_SIZE = 256
 RUN_TIMEOUT_S = 1200.0
+UNFINISHED = Path("logs/bench/admission.json")  # rounds so far: the full extent takes two hours
 HOLD_PAUSE_S = 0.05
 GOAL_JCT, GOAL_PREEMPTIONS = 0.92, 0.10  # of greedy's
 SOURCES = ("oracle", "calibrated", "argmax", "history")
@@ -106,7 +109,7 @@ POISSON = (
 class Extent:
     """How much is measured. `rate_per_s` of the Poisson part; `num_blocks`: the decode engine's pool."""
 
-    num_requests: int = 48
+    num_requests: int = 36
     num_rounds: int = 5
     num_blocks: int = 80
     rate_per_s: float = 0.5
@@ -220,7 +223,8 @@ def run(model: Path, is_short: bool) -> AdmissionResult:
     extent = SHORT if is_short else Extent()
     predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=1)
     requests = _Requests(model, predictor)
-    result = AdmissionResult(model=model.name, predictor=describe(predictor), extent=asdict(extent))
+    fresh = AdmissionResult(model=model.name, predictor=describe(predictor), extent=asdict(extent))
+    result = _continued(fresh)
     available = cores()
     prefill = InstanceSettings(Role.PREFILL, "p", "http://p", transfer=TransferSettings("direct", pinned_budget=1.0))
     spec = EngineSpec(
@@ -231,6 +235,7 @@ def run(model: Path, is_short: bool) -> AdmissionResult:
         max_model_len_tokens=MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS,
         max_num_batched_tokens=512,
         kv_lease_s=3600,
+        enable_prefix_caching=True,  # the systems of a round get the same prompts
     )
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         holder = stack.enter_context(EngineProcess(spec))
@@ -240,21 +245,39 @@ def run(model: Path, is_short: bool) -> AdmissionResult:
         ]
         for engine in (holder, *decoders):
             engine.wait_until_ready()
-        for part, systems in (("at_once", extent.at_once), ("poisson", extent.poisson)):
-            for number in range(extent.num_rounds):
+        for number in range(extent.num_rounds):
+            for part, systems in (("at_once", extent.at_once), ("poisson", extent.poisson)):
+                if any(one["part"] == part and one["round"] == number for one in result.requests):
+                    continue  # measured before this run was interrupted
                 drawn = requests.draw(extent, number, None if part == "at_once" else extent.rate_per_s)
-                result.requests.append({"part": part, "round": number, "requests": [asdict(one) for one in drawn]})
+                runs = []
                 order = random.Random(f"{part} {number}").sample(systems, len(systems))
                 for first in range(0, len(order), len(decoders)):
                     turn = order[first : first + len(decoders)]
                     figures = _turn(holder, decoders, turn, drawn, requests, Path(folder))
                     for system, one in zip(turn, figures, strict=True):
-                        result.runs.append({"part": part, "round": number, "system": system.name, **one})
+                        runs.append({"part": part, "round": number, "system": system.name, **one})
                         say(
                             f"{part} round {number + 1}/{extent.num_rounds}: {system.name}: mean JCT "
                             f"{one['mean_jct_s']:.1f} s, {one['num_preemptions']} preemptions"
                         )
+                result.runs += runs
+                result.requests.append({"part": part, "round": number, "requests": [asdict(one) for one in drawn]})
+                write_atomically(UNFINISHED, json.dumps(asdict(result)))
+    UNFINISHED.unlink(missing_ok=True)
     return result
+
+
+def _continued(fresh: AdmissionResult) -> AdmissionResult:
+    """The rounds of a run of the same extent, code versions and machine that was interrupted, or a fresh start."""
+    if not UNFINISHED.exists():
+        return fresh
+    before = json.loads(UNFINISHED.read_text())
+    same = ("model", "predictor", "extent", "machine", "versions")
+    if any(before.get(name) != json.loads(json.dumps(getattr(fresh, name))) for name in same):
+        return fresh
+    say(f"going on after {len(before['requests'])} measured parts of {UNFINISHED}; delete it to start afresh")
+    return AdmissionResult(**before)
 
 
 def _decode_spec(like: EngineSpec, extent: Extent, core: int) -> EngineSpec:

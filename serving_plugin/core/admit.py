@@ -59,7 +59,7 @@ class DecodePool:
     num_total_blocks: int
     num_free_blocks: int
     active: tuple[ActiveDecode, ...]
-    overflow_probability: float = 0.02
+    overflow_probability: float = 0.03
 
     def with_newcomer(self, newcomer: Newcomer) -> DecodePool:
         """The pool once `newcomer` holds the blocks of its prompt."""
@@ -307,12 +307,19 @@ def admit_queue(
         rest.sort(key=lambda index: queue[index].expected_tokens)
     admitted: list[int] = []
     num_refused = 0
+    num_overtaken = {index: candidate.num_overtaken for index, candidate in enumerate(queue)}  # of those that wait
     for index in (*overdue, *rest):
         if len(admitted) >= rules.num_seats or num_refused >= MAX_REFUSALS:
             break
         candidate = queue[index]
         judge = fits_now if candidate.vetoed_s > rules.max_veto_s else policy
         if not pool.active or judge(candidate.newcomer, pool):
+            passed = [earlier for earlier in num_overtaken if earlier < index]
+            if any(num_overtaken[earlier] >= rules.max_overtaken for earlier in passed):
+                continue
+            for earlier in passed:
+                num_overtaken[earlier] += 1
+            del num_overtaken[index]
             admitted.append(index)
             pool = pool.with_newcomer(candidate.newcomer)
         elif index in first or policy is greedy:

@@ -74,7 +74,7 @@ class AdmitSettings:
     max_veto_s: float = 10.0
     max_overtaken: int = 64
     max_wait_s: float = 300.0
-    overflow_probability: float = 0.02
+    overflow_probability: float = 0.03
 
     def __post_init__(self) -> None:
         _require(self.order in ADMIT_ORDERS, "admit.order", self.order, " or ".join(ADMIT_ORDERS))

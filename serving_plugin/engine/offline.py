@@ -17,40 +17,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from serving_plugin.core.config import InstanceSettings
-from serving_plugin.engine.offline_process import EngineSpec
+from serving_plugin.engine.offline_process import EngineSpec, Progress, Step
 
 SCHEDULER_FACTORY = "serving_plugin.engine.scheduler.make_scheduler"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One engine step. Times in seconds: `start_s` on the monotonic clock; `scheduler_s` is the part that the
-    scheduler took, `schedule` and `update_from_output` together (and `add_request` since the step before). Tokens are
-    those scheduled in the step; recomputed ones belong to requests that were preempted after their first token."""
-
-    start_s: float
-    duration_s: float
-    scheduler_s: float
-    num_prompt_tokens: int
-    num_recomputed_tokens: int
-    num_decode_tokens: int
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-
-
-@dataclass(slots=True)
-class Progress:
-    """One request's life here. Monotonic seconds; `token_times_s` are the ends of the steps that gave tokens."""
-
-    id: str
-    num_prompt_tokens: int
-    added_s: float
-    token_times_s: list[float]
-    first_scheduled_s: float | None = None
-    finished_s: float | None = None
-    num_preemptions: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -82,7 +51,7 @@ class OfflineEngine:
             dtype=spec.dtype,
             enforce_eager=True,
             block_size=spec.block_size_tokens,
-            enable_prefix_caching=False,
+            enable_prefix_caching=spec.enable_prefix_caching,
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_model_len=spec.max_model_len_tokens,

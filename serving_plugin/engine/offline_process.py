@@ -48,6 +48,38 @@ class EngineSpec:
     max_num_batched_tokens: int = 2048
     max_model_len_tokens: int = 2048
     kv_lease_s: int = 30
+    enable_prefix_caching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One engine step. Times in seconds: `start_s` on the monotonic clock; `scheduler_s` is the part that the
+    scheduler took, `schedule` and `update_from_output` together (and `add_request` since the step before). Tokens are
+    those scheduled in the step; recomputed ones belong to requests that were preempted after their first token."""
+
+    start_s: float
+    duration_s: float
+    scheduler_s: float
+    num_prompt_tokens: int
+    num_recomputed_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """One request's life here. Monotonic seconds; `token_times_s` are the ends of the steps that gave tokens."""
+
+    id: str
+    num_prompt_tokens: int
+    added_s: float
+    token_times_s: list[float]
+    first_scheduled_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 def environment_of(spec: EngineSpec) -> dict[str, str]:

@@ -70,9 +70,8 @@ class TetriSchedulerMixin(_SchedulerBase):
             0,
         )
         self.configure(settings_of(self.vllm_config))
-        self._round_ids: list[str] = []
         self._prefilling: dict[str, Tracked] = {}  # scheduled, prompt not yet computed to its end
-        self._recomputing: dict[str, int] = {}  # preempted and back: tokens whose KV cache was lost
+        self._recomputing: dict[str, int] = {}  # preempted: tokens whose KV cache was lost
         self._must_judge = True
         self._num_steps_unjudged = 0
         self._prefill_busy_s = 0.0
@@ -100,6 +99,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         self.tetri_settings = settings
         self.tetri_role = settings.role
         self.tetri_tracker = RequestTracker(settings.forecast)
+        self._round_ids: list[str] = []
 
     def set_chunk_tokens(self, chunk_tokens: int) -> None:
         """Another bound for the prompt tokens of a step, from the next step on; 0: vLLM's own.
@@ -185,6 +185,24 @@ class TetriSchedulerMixin(_SchedulerBase):
         self.tetri_tracker.finish(request.request_id, request.num_output_tokens, completed, unix_now_s())
         return super()._free_request(request, *args, **kwargs)
 
+    def _free_blocks(self, request: Request) -> None:
+        # Also where KV was held for a peer, or a load ended after an abort: `_free_request` came long before.
+        super()._free_blocks(request)
+        self._must_judge = True
+        self._published_s = 0.0
+
+    def _drain_deferred_frees(self) -> None:
+        num_deferred = len(self.deferred_frees)
+        super()._drain_deferred_frees()
+        if len(self.deferred_frees) < num_deferred:
+            self._must_judge = True
+            self._published_s = 0.0
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        num_lost = max(request.num_computed_tokens, self._recomputing.get(request.request_id, 0))
+        super()._preempt_request(request, *args, **kwargs)
+        self._recomputing[request.request_id] = num_lost
+
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         failed = request.request_id in self.failed_recving_kv_req_ids
         super()._update_waiting_for_remote_kv(request)
@@ -211,11 +229,15 @@ class TetriSchedulerMixin(_SchedulerBase):
             return limit
         prefilling = [request for request in self.running if request.is_prefill_chunk]
         prompt_tokens_left = [
-            max(0, request.num_tokens - request.num_computed_tokens)
-            for request in (*prefilling, *self.kv_holding_waiting, *offered)
+            max(0, request.num_tokens - request.num_computed_tokens) for request in (*prefilling, *offered)
         ]
-        num_prompt_tokens = sum(self._chunk(prompt_tokens_left, chunk_tokens))
-        num_decode_tokens = (len(self.running) - len(prefilling)) * (1 + self.num_spec_tokens)
+        # A loaded request has its last prompt token to compute: vLLM takes it off the count inside its step.
+        loaded_tokens_left = [
+            max(1, request.num_tokens - request.num_computed_tokens) for request in self.kv_holding_waiting
+        ]
+        num_prompt_tokens = sum(self._chunk([*loaded_tokens_left, *prompt_tokens_left], chunk_tokens))
+        num_decodes = len(self.running) - len(prefilling) - sum(map(_ends_with_step_under_way, self.running))
+        num_decode_tokens = num_decodes * (1 + self.num_spec_tokens)
         return step_token_budget(num_decode_tokens, max(1, num_prompt_tokens), limit)
 
     def _offered(self, waiting: list[Request]) -> list[Request]:
@@ -240,10 +262,11 @@ class TetriSchedulerMixin(_SchedulerBase):
         num_blocks_ahead = self._num_pinned_blocks() + sum(
             num_blocks(request.num_prompt_tokens, self.block_size)
             for request in (*self.running, *self.kv_holding_waiting)
+            if _is_held_for_peer(request)
         )
         within: list[Request] = []
         for request in ordered:
-            own = num_blocks(request.num_tokens, self.block_size)
+            own = num_blocks(request.num_tokens, self.block_size) if _is_held_for_peer(request) else 0
             if num_blocks_ahead and num_blocks_ahead + own > budget:
                 break
             num_blocks_ahead += own
@@ -393,18 +416,11 @@ class TetriSchedulerMixin(_SchedulerBase):
                 tracked.admitted_s = now_s
                 if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                     tracked.transfer_start_s = now_s
-        resumed = list(output.scheduled_cached_reqs.resumed_req_ids)
         for new in output.scheduled_new_reqs:
             tracked = self.tetri_tracker.get(new.req_id)
-            if tracked is None:
-                continue
-            if tracked.first_scheduled_s is None:
+            if tracked is not None and tracked.first_scheduled_s is None:  # vLLM's V2 runner lists resumed ones too
                 _mark_first_scheduled(self.requests[new.req_id], tracked, now_s)
                 self._prefilling[new.req_id] = tracked
-            else:
-                resumed.append(new.req_id)  # vLLM's V2 runner lists them here
-        for request_id in resumed:
-            self._recomputing[request_id] = self.requests[request_id].num_tokens - 1
         num_prompt_tokens = self._note_prompt_tokens(output.num_scheduled_tokens)
         num_recomputed = self._note_recomputed_tokens(output.num_scheduled_tokens) if self._recomputing else 0
         totals = self.tetri_totals
@@ -419,12 +435,10 @@ class TetriSchedulerMixin(_SchedulerBase):
         """Prompt tokens of this step, noted with their requests; `num_computed_tokens` already counts the step."""
         total = 0
         for request_id, tracked in list(self._prefilling.items()):
-            if request_id in self._recomputing:
-                continue
             num_scheduled = num_scheduled_tokens.get(request_id, 0)
             request = self.requests[request_id]
-            before = request.num_computed_tokens - num_scheduled
-            num_prompt_tokens = min(num_scheduled, max(0, request.num_prompt_tokens - before))
+            before = max(request.num_computed_tokens - num_scheduled, self._recomputing.get(request_id, 0))
+            num_prompt_tokens = max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - before)
             tracked.num_local_prompt_tokens += num_prompt_tokens
             total += num_prompt_tokens
             if num_scheduled and request.num_computed_tokens >= request.num_prompt_tokens:
@@ -495,11 +509,11 @@ class TetriSchedulerMixin(_SchedulerBase):
         untouched = {request.request_id for request in self.waiting if request.status in _UNTOUCHED}
         if not requests or not untouched.issuperset(ids):
             return Withdrawal.NOT_WAITING
-        for request in requests:
-            tracked = self.tetri_tracker.get(request.request_id)
-            if room_tokens is not None and tracked is not None:
-                if request.num_prompt_tokens + tracked.length_range.high_tokens > room_tokens:
-                    return Withdrawal.TOO_LARGE
+        if room_tokens is not None:
+            found = [(request, self.tetri_tracker.get(request.request_id)) for request in requests]
+            if any(t and request.num_prompt_tokens + t.length_range.high_tokens > room_tokens for request, t in found):
+                return Withdrawal.TOO_LARGE
+            for request in requests:
                 if request.kv_transfer_params is not None:
                     request.kv_transfer_params["do_remote_prefill"] = False  # the NIXL connector then frees nothing
         self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
@@ -528,6 +542,18 @@ def make_scheduler(**kwargs: Any) -> TetriSchedulerMixin:
     """`--scheduler-cls serving_plugin.engine.scheduler.make_scheduler`: the mixin over the class vLLM would take."""
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (TetriAsyncScheduler if is_async else TetriScheduler)(**kwargs)
+
+
+def _is_held_for_peer(request: Request) -> bool:
+    """Whether its KV cache stays pinned here when it ends, to be pulled; not so if it runs whole."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+
+
+def _ends_with_step_under_way(request: Request) -> bool:
+    """vLLM's own test (async scheduling): the step in flight gives the last of `max_tokens`, so it is skipped now."""
+    num_pending = request.num_output_placeholders
+    num_certain = request.num_computed_tokens + 2 - num_pending
+    return num_pending > 0 and num_certain >= request.num_prompt_tokens + request.max_tokens
 
 
 def _queue_of(policy: SchedulingPolicy, requests: Iterable[Request]) -> Any:
