@@ -46,7 +46,12 @@ ChunkTokens = Annotated[
     ),
 ]
 DispatchName = Annotated[
-    str, typer.Option("--dispatch", help="power_of_two, random, imbalance or least_load.", rich_help_panel=_POLICIES)
+    str,
+    typer.Option(
+        "--dispatch",
+        help="power_of_two, power_of_two_by_class, random, imbalance or least_load.",
+        rich_help_panel=_POLICIES,
+    ),
 ]
 AdmitName = Annotated[
     str,
@@ -164,7 +169,7 @@ def serve(
     admit: AdmitName = "reserve_dynamic",
     admit_order: AdmitOrder = "arrival",
     overflow_probability: OverflowProbability = 0.03,
-    max_veto_s: MaxVetoS = 10.0,
+    max_veto_s: MaxVetoS = 30.0,
     max_wait_s: MaxWaitS = 300.0,
     predictor: Predictor = _DEFAULT_PREDICTOR,
     shadow_predictor: ShadowPredictor = NO_PREDICTOR,
@@ -275,7 +280,7 @@ def instance(
     admit: AdmitName = "reserve_dynamic",
     admit_order: AdmitOrder = "arrival",
     overflow_probability: OverflowProbability = 0.03,
-    max_veto_s: MaxVetoS = 10.0,
+    max_veto_s: MaxVetoS = 30.0,
     max_wait_s: MaxWaitS = 300.0,
     predictor: Predictor = _DEFAULT_PREDICTOR,
     shadow_predictor: ShadowPredictor = NO_PREDICTOR,

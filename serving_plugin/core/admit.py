@@ -276,7 +276,7 @@ class QueueRules:
 
     num_seats: int
     order: str = "arrival"
-    max_veto_s: float = 10.0
+    max_veto_s: float = 30.0
     max_overtaken: int = 64
 
 

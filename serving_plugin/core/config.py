@@ -64,15 +64,17 @@ class AdmitSettings:
     """When a decode instance admits a request, and how long it may wait.
 
     `order`: `arrival`, or `shortest_expected` (fewest expected output tokens first). A request is overtaken at most
-    `max_overtaken` times. First in line and refused for `max_veto_s`, it is admitted as soon as its prompt fits; one
-    that has waited so long may also be sent to a decode instance with room. After `max_wait_s` in an instance's queue
-    (prefill or decode) the client gets 429. `overflow_probability`: the risk that reserve_expected takes.
+    `max_overtaken` times. First in line and refused for `max_veto_s`, it is admitted as soon as its prompt fits. After
+    `relinquish_after_s` in the queue it may be bound to another decode instance, one with room. After `max_wait_s` in
+    an instance's queue (prefill or decode) the client gets 429. `overflow_probability`: the risk that reserve_expected
+    takes.
     """
 
     policy: str = "reserve_dynamic"
     order: str = "arrival"
-    max_veto_s: float = 10.0
+    max_veto_s: float = 30.0
     max_overtaken: int = 64
+    relinquish_after_s: float = 5.0
     max_wait_s: float = 300.0
     overflow_probability: float = 0.03
 
@@ -80,6 +82,7 @@ class AdmitSettings:
         _require(self.order in ADMIT_ORDERS, "admit.order", self.order, " or ".join(ADMIT_ORDERS))
         _require(self.max_veto_s > 0, "admit.max_veto_s", self.max_veto_s, "above 0 seconds")
         _require(self.max_overtaken >= 1, "admit.max_overtaken", self.max_overtaken, "1 or more")
+        _require(self.relinquish_after_s > 0, "admit.relinquish_after_s", self.relinquish_after_s, "above 0 seconds")
         _require(self.max_wait_s > 0, "admit.max_wait_s", self.max_wait_s, "above 0 seconds")
         _require(
             0 < self.overflow_probability < 0.5,

@@ -73,6 +73,34 @@ def power_of_two(
     return min(_draw_two(ready, rng), key=by_room).id if ready else None
 
 
+def power_of_two_by_class(
+    request: RequestInfo,
+    loads: Sequence[InstanceLoad],
+    promised: Mapping[str, Promise],
+    rng: random.Random,
+) -> str | None:
+    """Of two random instances with room for the request at its longest, the one with fewer of its own class (ours).
+
+    Heavy and light decodes are each spread evenly, which is what least interference asks for. `power_of_two` follows
+    their ratio: lowest where most light ones are, so that it sends the next light one there as well.
+    """
+    heavy = _is_heavy(request)
+    ready = _ready(loads)
+    alpha = [x for x in ready if _room(x, promised) >= _peak_blocks(request, x.block_size_tokens)]
+
+    def by_room(load: InstanceLoad) -> tuple[int, str]:
+        return -_room(load, promised), load.id
+
+    def by_class(load: InstanceLoad) -> tuple[int, int, str]:
+        promise = promised.get(load.id, NO_PROMISE)
+        num_alike = load.num_heavy_decodes + promise.num_heavy if heavy else load.num_light_decodes + promise.num_light
+        return num_alike, *by_room(load)
+
+    if alpha:
+        return min(_draw_two(alpha, rng), key=by_class).id
+    return min(_draw_two(ready, rng), key=by_room).id if ready else None
+
+
 def random_choice(
     request: RequestInfo,
     loads: Sequence[InstanceLoad],
@@ -148,6 +176,7 @@ def _is_heavy(request: RequestInfo) -> bool:
 
 DISPATCH_POLICIES: dict[str, DispatchPolicy] = {
     "power_of_two": power_of_two,
+    "power_of_two_by_class": power_of_two_by_class,
     "random": random_choice,
     "imbalance": imbalance,
     "least_load": least_load,

@@ -201,7 +201,7 @@ class Agent:
             return await self.withdraw(request_id, None)
         now_s, before_s = time.monotonic(), self._relinquished_s
         if now_s - before_s < RELINQUISH_INTERVAL_S:
-            return Withdrawal.TOO_LARGE
+            return Withdrawal.WAITS_ON
         self._relinquished_s = now_s  # the engine may take a step to answer: nobody else asks meanwhile
         result = Withdrawal.NOT_WAITING
         try:

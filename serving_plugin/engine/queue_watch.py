@@ -20,7 +20,7 @@ class Withdrawal(StrEnum):
     """What became of the attempt to withdraw a request."""
 
     DONE = "done"
-    TOO_LARGE = "too_large"  # it waits on, the room offered is too small for it
+    WAITS_ON = "waits_on"  # the room offered is too small for it, or it is another one's turn
     NOT_WAITING = "not_waiting"  # admitted, finished or never seen
 
 
@@ -45,7 +45,9 @@ class QueueWatch:
         """
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        pause_s = min(self.admit.max_veto_s, self.admit.max_wait_s) if self.may_relinquish else self.admit.max_wait_s
+        pause_s = self.admit.max_wait_s
+        if self.may_relinquish:
+            pause_s = min(pause_s, self.admit.relinquish_after_s)
         while True:
             await asyncio.wait([answered], timeout=pause_s)
             if answered.done():

@@ -302,11 +302,13 @@ class TetriSchedulerMixin(_SchedulerBase):
         return ordered
 
     def _next_round(self, waiting: Iterable[Request]) -> list[str]:
+        sched_batch = self.tetri_settings.order.sched_batch
+        oldest = sorted(waiting, key=lambda request: request.arrival_time)[:sched_batch]  # nobody else can be in it
         queue = [
             QueuedPrompt(request.request_id, request.arrival_time, request.num_tokens - request.num_computed_tokens)
-            for request in waiting
+            for request in oldest
         ]
-        ids = next_round(queue, (), self._order, self.tetri_settings.order.sched_batch)
+        ids = next_round(queue, (), self._order, sched_batch)
         known = {prompt.id for prompt in queue}
         # A policy of the user's that lost requests, or made some up: they are served in arrival order.
         return ids if ids and known.issuperset(ids) else [prompt.id for prompt in queue]
@@ -464,15 +466,13 @@ class TetriSchedulerMixin(_SchedulerBase):
             self._publish()
 
     def _publish(self) -> None:
-        """Hand an immutable snapshot to the shipping thread; O(requests), no allocation of blocks or locks."""
+        """Hand an immutable snapshot to the shipping thread; O(queue), no allocation of blocks or locks."""
         num_loading = sum(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.kv_holding_waiting)
         num_active = len(self.running) + len(self.kv_holding_waiting)
         is_decode = self.tetri_role is Role.DECODE
-        heavy = sum(
-            tracked.is_heavy_decode
-            for request in (*self.running, *self.kv_holding_waiting, *self.waiting)
-            if (tracked := self.tetri_tracker.get(request.request_id)) is not None
-        )
+        heavy = self.tetri_tracker.num_heavy_decodes
+        begun = (self.requests[id] for id in self._prefilling)
+        prefilling = [request for request in begun if request.status == RequestStatus.RUNNING]
         pool = self.kv_cache_manager.block_pool
         num_total, num_free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
         self._publisher.publish(
@@ -482,7 +482,7 @@ class TetriSchedulerMixin(_SchedulerBase):
                 num_running=num_active - num_loading,
                 num_waiting_prompt_tokens=sum(
                     max(0, request.num_prompt_tokens - request.num_computed_tokens)
-                    for request in (*self.waiting, *self.running)
+                    for request in (*self.waiting, *prefilling)
                 ),
                 num_vetoed_tokens=sum(request.num_prompt_tokens for request in self.waiting) if is_decode else 0,
                 num_total_blocks=num_total,
@@ -490,7 +490,7 @@ class TetriSchedulerMixin(_SchedulerBase):
                 num_pinned_blocks=self._num_pinned_blocks(),
                 block_size_tokens=self.block_size,
                 num_heavy_decodes=heavy,
-                num_light_decodes=num_active + len(self.waiting) - heavy,
+                num_light_decodes=max(0, num_active + len(self.waiting) - heavy),
                 prefill_busy_s=self._prefill_busy_s,
                 decode_busy=max(1 - num_free / num_total, num_active / self.max_num_running_reqs),
             )
@@ -512,7 +512,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         if room_tokens is not None:
             found = [(request, self.tetri_tracker.get(request.request_id)) for request in requests]
             if any(t and request.num_prompt_tokens + t.length_range.high_tokens > room_tokens for request, t in found):
-                return Withdrawal.TOO_LARGE
+                return Withdrawal.WAITS_ON
             for request in requests:
                 if request.kv_transfer_params is not None:
                     request.kv_transfer_params["do_remote_prefill"] = False  # the NIXL connector then frees nothing

@@ -53,6 +53,7 @@ class RequestTracker:
     def __init__(self, settings: ForecastSettings) -> None:
         self._settings = settings
         self._live: dict[str, Tracked] = {}
+        self.num_heavy_decodes = 0  # among the live ones
         self._finished: deque[Tracked] = deque(maxlen=MAX_FINISHED)
         self._history_tokens: deque[int] = deque(maxlen=settings.history_size)
 
@@ -86,6 +87,7 @@ class RequestTracker:
             expected_tokens=forecast.mean_tokens(),
         )
         self._live[engine_id] = tracked
+        self.num_heavy_decodes += tracked.is_heavy_decode
         return tracked
 
     def range_of(self, forecast: LengthForecast) -> LengthRange:
@@ -127,6 +129,7 @@ class RequestTracker:
         tracked = self._live.pop(engine_id, None)
         if tracked is None:
             return None
+        self.num_heavy_decodes -= tracked.is_heavy_decode
         tracked.num_output_tokens = num_output_tokens
         tracked.finished_s = now_s
         self._finished.append(tracked)

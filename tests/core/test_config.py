@@ -33,9 +33,20 @@ def test_round_trip_through_json() -> None:
         ({"gateways": "http://x"}, ["gateways='http://x'", "list"]),
         ({"gateways": ["x"]}, ["gateways='x'", "http"]),
         ({"admit": {"max_veto_s": 0}}, ["admit.max_veto_s", "above 0"]),
+        ({"admit": {"order": "longest"}}, ["admit.order='longest'", "arrival or shortest_expected"]),
+        ({"admit": {"max_overtaken": 0}}, ["admit.max_overtaken=0", "1 or more"]),
+        ({"admit": {"max_overtaken": 1.5}}, ["admit.max_overtaken=1.5", "int"]),
+        ({"admit": {"relinquish_after_s": 0}}, ["admit.relinquish_after_s=0.0", "above 0"]),
+        ({"admit": {"max_wait_s": -1}}, ["admit.max_wait_s=-1.0", "above 0"]),
+        ({"admit": {"overflow_probability": 0}}, ["admit.overflow_probability=0.0", "between 0 and 0.5"]),
+        ({"admit": {"overflow_probability": 0.5}}, ["admit.overflow_probability=0.5", "between 0 and 0.5"]),
+        ({"admit": {"overflow_probability": "2%"}}, ["admit.overflow_probability='2%'", "float"]),
         ({"forecast": {"range": "mean"}}, ["forecast.range='mean'", "argmax or quantile"]),
         ({"prediction": {"mode": "later"}}, ["prediction.mode='later'", "parallel or sequential"]),
         ({"transfer": {"link": "tcp"}}, ["transfer.link='tcp'", "auto or direct"]),
+        ({"transfer": {"pinned_budget": 0}}, ["transfer.pinned_budget=0.0", "above 0, at most 1"]),
+        ({"transfer": {"pinned_budget": 1.01}}, ["transfer.pinned_budget=1.01", "above 0, at most 1"]),
+        ({"transfer": {"pinned": 0.5}}, ["unknown key transfer.pinned", "pinned_budget"]),
         ({"prediction": {"core": True}}, ["prediction.core=True", "int"]),
         ({"prediction": {"shadow_model": ""}}, ["prediction.shadow_model=''", "URI or folder"]),
         ({"prediction": {"shadow_model": 3}}, ["prediction.shadow_model=3", "str"]),
@@ -48,6 +59,25 @@ def test_bad_settings_name_the_key(change: dict[str, object], names: list[str]) 
     assert "\n" not in message
     for name in names:
         assert name in message
+
+
+def test_bounds_of_waiting_are_read_and_have_defaults() -> None:
+    settings = InstanceSettings.from_dict(MINIMAL)
+    assert (settings.admit.policy, settings.admit.order) == ("reserve_dynamic", "arrival")
+    assert 0 < settings.admit.max_veto_s < settings.admit.max_wait_s
+    assert settings.transfer.pinned_budget == 0.5
+    admit = {
+        "policy": "reserve_expected",
+        "order": "shortest_expected",
+        "max_veto_s": 1,
+        "max_overtaken": 3,
+        "relinquish_after_s": 2.0,
+        "max_wait_s": 20,
+        "overflow_probability": 0.1,
+    }
+    settings = InstanceSettings.from_dict(MINIMAL | {"admit": admit, "transfer": {"pinned_budget": 1}})
+    assert settings.to_dict()["admit"] == admit
+    assert settings.transfer.pinned_budget == 1.0
 
 
 def test_missing_key_is_named() -> None:

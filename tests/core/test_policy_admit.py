@@ -1,48 +1,85 @@
 import random
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from slow_policies import SLOW_POLICIES, expected_needs, horizons, on_the_edge
 
 from serving_plugin.core.admit import (
+    ADMIT_ORDERS,
     ADMIT_POLICIES,
+    MAX_REFUSALS,
     ActiveDecode,
+    Candidate,
     DecodePool,
     Newcomer,
+    QueueRules,
+    admit_queue,
     can_ever_fit,
     fits_now,
     greedy,
     reserve_dynamic,
+    reserve_expected,
     reserve_peak,
     reserve_static,
     reserve_static_net,
 )
-from serving_plugin.core.forecast import LengthRange
+from serving_plugin.core.errors import ConfigurationError
+from serving_plugin.core.forecast import LengthForecast, LengthRange
 from serving_plugin.core.types import num_blocks
 
+GOLDEN_RISK = 0.02
 GOLDEN = yaml.safe_load((Path(__file__).parent / "golden" / "admission.yaml").read_text())
+
+
+def golden_forecast(raw):
+    found = raw.get("forecast")
+    return None if found is None else LengthForecast(tuple(found["edges"]), tuple(found["probabilities"]))
+
+
+def golden(case):
+    active = tuple(
+        ActiveDecode(q["prompt"], q["out"], LengthRange(q["low"], q["high"]), q["held"], golden_forecast(q))
+        for q in case["active"]
+    )
+    new = case["newcomer"]
+    newcomer = Newcomer(new["prompt"], LengthRange(new["low"], new["high"]), forecast=golden_forecast(new))
+    return newcomer, DecodePool(case["block_size"], case["total_blocks"], case["free_blocks"], active, GOLDEN_RISK)
 
 
 @pytest.mark.parametrize("policy", sorted(ADMIT_POLICIES))
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
 def test_golden_cases(case, policy):
-    active = tuple(
-        ActiveDecode(q["prompt"], q["out"], LengthRange(q["low"], q["high"]), q["held"]) for q in case["active"]
-    )
-    new = case["newcomer"]
-    newcomer = Newcomer(new["prompt"], LengthRange(new["low"], new["high"]))
-    pool = DecodePool(case["block_size"], case["total_blocks"], case["free_blocks"], active)
+    newcomer, pool = golden(case)
     assert ADMIT_POLICIES[policy](newcomer, pool) is case["expect"][policy]
 
 
 def test_golden_cases_judge_every_policy():
     assert all(set(case["expect"]) == set(ADMIT_POLICIES) for case in GOLDEN)
+    for policy in ADMIT_POLICIES:
+        assert {case["expect"][policy] for case in GOLDEN} == {True, False}
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
+def test_golden_verdicts_of_reserve_expected_are_what_counting_lengths_gives(case):
+    newcomer, pool = golden(case)
+    lands = num_blocks(newcomer.num_prompt_tokens, pool.block_size_tokens) + 1 <= pool.num_free_blocks
+    fits = not pool.active or max(expected_needs(newcomer, pool)) <= pool.num_total_blocks
+    assert case["expect"]["reserve_expected"] is (lands and fits)
 
 
 # --- Against the definitions, written down as slowly as they read ---
+
+
+@st.composite
+def forecasts(draw):
+    edges = sorted(draw(st.sets(st.integers(0, 90), min_size=2, max_size=6)))
+    weights = draw(st.lists(st.integers(0, 9), min_size=len(edges) - 1, max_size=len(edges) - 1))
+    return LengthForecast.from_weights(edges, weights if sum(weights) else [1] * len(weights))
 
 
 @st.composite
@@ -53,70 +90,100 @@ def pools(draw):
         low = draw(st.integers(0, 30))
         high = low + draw(st.integers(1, 60))
         prompt, out = draw(st.integers(1, 80)), draw(st.integers(0, high + 3))
-        active.append(ActiveDecode(prompt, out, LengthRange(low, high), num_blocks(prompt + out, size)))
+        forecast = draw(st.none() | forecasts())
+        active.append(ActiveDecode(prompt, out, LengthRange(low, high), num_blocks(prompt + out, size), forecast))
     held = sum(q.num_held_blocks for q in active)
     total = held + draw(st.integers(0, 200 // size + 3))
-    return DecodePool(size, total, total - held, tuple(active))
+    return DecodePool(size, total, total - held, tuple(active), draw(st.sampled_from([0.001, 0.02, 0.2, 0.45])))
 
 
 @st.composite
 def newcomers(draw):
     low = draw(st.integers(0, 30))
-    return Newcomer(draw(st.integers(1, 80)), LengthRange(low, low + draw(st.integers(1, 60))))
-
-
-def left(q):
-    return max(1, q.length_range.high_tokens - q.num_output_tokens)
-
-
-def slow_dynamic(new, pool):
-    def blocks(tokens):
-        return num_blocks(tokens, pool.block_size_tokens)
-
-    r = min(left(q) for q in pool.active)
-    sums = []
-    for s in (s for s in pool.active if left(s) == r):
-        others = sum(blocks(q.num_prompt_tokens + q.num_output_tokens + r) for q in pool.active if q is not s)
-        sums.append(others + blocks(new.num_prompt_tokens + min(r, new.length_range.high_tokens)))
-    return max(sums) - new.num_cached_blocks <= pool.num_total_blocks
-
-
-def slow_peak(new, pool):
-    batch = [(left(q), q.num_prompt_tokens + q.num_output_tokens) for q in pool.active]
-    batch.append((new.length_range.high_tokens, new.num_prompt_tokens))
-    return all(
-        sum(num_blocks(tokens + t, pool.block_size_tokens) for other, tokens in batch if other >= t)
-        <= pool.num_total_blocks
-        for t in {t for t, _ in batch}
-    )
+    length_range = LengthRange(low, low + draw(st.integers(1, 60)))
+    return Newcomer(draw(st.integers(1, 80)), length_range, forecast=draw(st.none() | forecasts()))
 
 
 @settings(max_examples=500)
 @given(newcomers(), pools())
 def test_each_policy_is_its_own_inequality(new, pool):
-    size, free, low = pool.block_size_tokens, pool.num_free_blocks, new.length_range.low_tokens
-    lands = num_blocks(new.num_prompt_tokens, size) + 1 <= free
+    lands = num_blocks(new.num_prompt_tokens, pool.block_size_tokens) + 1 <= pool.num_free_blocks
     assert fits_now(new, pool) is lands
     assert greedy(new, pool) is lands
     if not lands or not pool.active:
         assert {policy(new, pool) for policy in ADMIT_POLICIES.values()} == {lands}
         return
-    at_low = num_blocks(new.num_prompt_tokens + low, size)
-    growth = sum(
-        max(0, num_blocks(q.num_prompt_tokens + q.length_range.low_tokens, size) - q.num_held_blocks)
+    assume(not on_the_edge(new, pool))
+    for name, policy in ADMIT_POLICIES.items():
+        assert policy(new, pool) is SLOW_POLICIES[name](new, pool), name
+
+
+@settings(max_examples=300)
+@given(forecasts(), st.lists(st.integers(0, 120), max_size=12))
+def test_survival_is_probability_over_for_many_lengths_at_once(forecast, lengths):
+    lengths.sort()
+    assert forecast.survival(lengths) == pytest.approx([forecast.probability_over(x) for x in lengths], abs=1e-9)
+
+
+@given(newcomers(), pools(), st.integers(1, 50))
+def test_more_blocks_and_more_risk_admit_no_less(new, pool, more):
+    larger = replace(pool, num_total_blocks=pool.num_total_blocks + more, num_free_blocks=pool.num_free_blocks + more)
+    for policy in (reserve_static, reserve_static_net, reserve_dynamic, reserve_peak, reserve_expected):
+        assert policy(new, larger) or not policy(new, pool)
+    bolder = replace(pool, overflow_probability=min(0.49, 2 * pool.overflow_probability))
+    assert reserve_expected(new, bolder) or not reserve_expected(new, pool)
+
+
+@st.composite
+def certain_batches(draw):
+    """Ranges of one length each, none of them outgrown: what reserve_expected weighs is certain."""
+    size = draw(st.sampled_from([1, 4, 16]))
+
+    def one_length():
+        length = draw(st.integers(1, 60))
+        return LengthRange(length, length + 1)
+
+    active = []
+    for _ in range(draw(st.integers(1, 6))):
+        length_range, prompt = one_length(), draw(st.integers(1, 80))
+        out = draw(st.integers(0, length_range.low_tokens - 1))
+        active.append(ActiveDecode(prompt, out, length_range, num_blocks(prompt + out, size)))
+    held = sum(q.num_held_blocks for q in active)
+    total = held + draw(st.integers(0, 240 // size + 3))
+    return Newcomer(draw(st.integers(1, 80)), one_length()), DecodePool(size, total, total - held, tuple(active))
+
+
+@settings(max_examples=300)
+@given(certain_batches())
+def test_of_certain_lengths_reserve_expected_is_reserve_peak_at_its_horizons(batch):
+    new, pool = batch
+    assume(fits_now(new, pool))
+    ends = [
+        (q.length_range.low_tokens - q.num_output_tokens, q.num_prompt_tokens + q.num_output_tokens)
         for q in pool.active
-    )
-    assert reserve_static(new, pool) is (at_low <= free)
-    assert reserve_static_net(new, pool) is (at_low <= free - growth)
-    assert reserve_dynamic(new, pool) is slow_dynamic(new, pool)
-    assert reserve_peak(new, pool) is slow_peak(new, pool)
+    ]
+    ends.append((new.length_range.low_tokens, new.num_prompt_tokens))
+    in_use = [
+        sum(num_blocks(tokens + t, pool.block_size_tokens) for end, tokens in ends if end > t) for t in horizons(pool)
+    ]
+    assert reserve_expected(new, pool) is (max(in_use) <= pool.num_total_blocks)
+    assert reserve_expected(new, pool) or not reserve_peak(new, pool)
+
+
+def test_reserve_expected_counts_on_a_batch_not_being_long_all_at_once():
+    forecast = LengthForecast((10, 11, 500, 501), (0.9, 0.0, 0.1))
+    active = tuple(ActiveDecode(16, 0, LengthRange(10, 501), 1, forecast) for _ in range(40))
+    new = Newcomer(16, LengthRange(10, 501), forecast=forecast)
+    pool = DecodePool(16, 300, 260, active, 0.02)
+    assert reserve_expected(new, pool) and not reserve_peak(new, pool) and not reserve_dynamic(new, pool)
+    assert not reserve_expected(new, replace(pool, overflow_probability=1e-6))
 
 
 @given(newcomers(), pools(), st.randoms())
 def test_the_order_of_the_batch_does_not_matter(new, pool, shuffler):
     shuffled = list(pool.active)
     shuffler.shuffle(shuffled)
-    other = DecodePool(pool.block_size_tokens, pool.num_total_blocks, pool.num_free_blocks, tuple(shuffled))
+    other = replace(pool, active=tuple(shuffled))
     for policy in ADMIT_POLICIES.values():
         assert policy(new, pool) is policy(new, other)
 
@@ -249,3 +316,201 @@ def test_a_decision_over_256_active_requests_is_quick():
         assert reserve_peak(newcomer, pool)
         fastest = min(fastest, time.perf_counter() - start)
     assert fastest < 0.005  # about 0.2 ms on an idle core; a quadratic look-ahead takes tens
+
+
+# --- Who of a queue is admitted ---
+
+ONE_BLOCK = LengthRange(0, 1)
+BUSY = ActiveDecode(16, 0, LengthRange(0, 16), 1)
+
+
+def candidates(*prompt_tokens, **fields):
+    return [Candidate(Newcomer(n, ONE_BLOCK), **fields) for n in prompt_tokens]
+
+
+def refuse_all(newcomer, pool):
+    return False
+
+
+def test_an_empty_instance_admits_the_first_and_judges_the_others():
+    pool = DecodePool(16, 10, 10, ())
+    assert admit_queue(candidates(160, 16, 16), pool, refuse_all, QueueRules(8))[0] == [0]
+    assert admit_queue(candidates(16, 16, 160), pool, greedy, QueueRules(8))[0] == [0, 1]
+    assert admit_queue([], pool, greedy, QueueRules(8)) == ([], pool)
+
+
+def test_each_is_judged_after_those_admitted_before_it():
+    admitted, pool = admit_queue(candidates(*[16] * 9), DecodePool(16, 7, 6, (BUSY,)), greedy, QueueRules(8))
+    assert admitted == [0, 1, 2, 3, 4]  # the sixth would leave no block to write into
+    assert (pool.num_free_blocks, len(pool.active)) == (1, 6)
+
+
+@pytest.mark.parametrize("num_seats", [0, 1, 3])
+def test_no_more_are_admitted_than_there_are_seats(num_seats):
+    for pool in (DecodePool(16, 90, 90, ()), DecodePool(16, 90, 89, (BUSY,))):
+        assert len(admit_queue(candidates(*[16] * 9), pool, greedy, QueueRules(num_seats))[0]) == num_seats
+
+
+def test_a_refused_request_is_overtaken_by_what_fits_except_by_greedy():
+    pool = DecodePool(16, 10, 9, (BUSY,))
+    queue = candidates(16, 320, 16)
+    assert admit_queue(queue, pool, reserve_static, QueueRules(8))[0] == [0, 2]
+    assert admit_queue(queue, pool, greedy, QueueRules(8))[0] == [0]
+
+
+def test_shortest_expected_goes_by_the_forecast_and_then_by_arrival():
+    queue = [Candidate(Newcomer(16, ONE_BLOCK), expected) for expected in (50.0, 10.0, 90.0, 10.0)]
+    pool = DecodePool(16, 90, 89, (BUSY,))
+    assert admit_queue(queue, pool, reserve_static, QueueRules(3, "shortest_expected"))[0] == [1, 3, 0]
+    assert admit_queue(queue, pool, reserve_static, QueueRules(3))[0] == [0, 1, 2]
+
+
+def test_one_overtaken_often_enough_comes_first_and_nobody_passes_it():
+    pool = DecodePool(16, 10, 9, (BUSY,))
+    queue = [*candidates(16), *candidates(320, num_overtaken=5), *candidates(16)]
+    assert admit_queue(queue, pool, reserve_static, QueueRules(8, max_overtaken=6))[0] == [0, 2]
+    assert admit_queue(queue, pool, reserve_static, QueueRules(8, max_overtaken=5))[0] == []
+    queue[1] = replace(queue[1], newcomer=Newcomer(16, ONE_BLOCK))
+    assert admit_queue(queue, pool, reserve_static, QueueRules(8, max_overtaken=5))[0] == [1, 0, 2]
+
+
+def test_the_limit_of_overtaking_holds_within_one_look_at_the_queue():
+    pool = DecodePool(16, 40, 39, (BUSY,))
+    queue = [*candidates(16 * 60, num_overtaken=1), *candidates(*[16] * 9)]
+    assert admit_queue(queue, pool, reserve_static, QueueRules(30, max_overtaken=4))[0] == [1, 2, 3]
+
+
+def test_after_its_veto_a_request_is_admitted_as_soon_as_its_prompt_fits():
+    pool = DecodePool(16, 10, 9, (BUSY,))
+    rules = QueueRules(8, max_veto_s=10.0)
+    assert admit_queue(candidates(16, vetoed_s=10.0), pool, refuse_all, rules)[0] == []
+    assert admit_queue(candidates(16, vetoed_s=10.1), pool, refuse_all, rules)[0] == [0]
+    too_large = [*candidates(160, vetoed_s=10.1), *candidates(16)]
+    assert admit_queue(too_large, pool, reserve_static, rules)[0] == []  # nobody passes it any more
+
+
+def test_a_long_queue_is_judged_only_so_far():
+    judged = []
+
+    def remember(newcomer, pool):
+        judged.append(newcomer)
+        return False
+
+    admit_queue(candidates(*[16] * 300), DecodePool(16, 10, 9, (BUSY,)), remember, QueueRules(8))
+    assert len(judged) == MAX_REFUSALS
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ConfigurationError, match=r"admit\.order='lifo' is unknown; known: arrival, shortest_expected"):
+        admit_queue([], DecodePool(16, 10, 10, ()), greedy, QueueRules(8, "lifo"))
+
+
+@dataclass
+class Waiting:
+    number: int
+    prompt: int
+    length_range: LengthRange
+    true: int
+    arrival: int
+    out: int = 0
+    num_overtaken: int = 0
+    vetoed_since: int | None = None
+
+
+def run_instance(policy, size, total, requests, rules):
+    """A decode instance of `rules.num_seats` seats, one step a second, that preempts its last when it overflows.
+
+    Checks each look at the queue; returns (the requests in the order of their first admission, most blocks in use).
+    """
+    coming, queue, active, returning, order, most = list(requests), [], [], [], [], 0
+    last_step = max(r.arrival for r in requests) + sum(r.true for r in requests) + 1
+
+    def held(r):
+        return num_blocks(r.prompt + r.out, size)
+
+    for now in range(last_step + 1):
+        while coming and coming[0].arrival <= now:
+            queue.append(coming.pop(0))
+        while returning and sum(map(held, active)) + held(returning[0]) + 1 <= total:
+            active.append(returning.pop(0))
+        if not returning:
+            decodes = tuple(ActiveDecode(r.prompt, r.out, r.length_range, held(r)) for r in active)
+            pool = DecodePool(size, total, total - sum(map(held, active)), decodes)
+            seats = rules.num_seats - len(active)
+            seen = [
+                Candidate(
+                    Newcomer(r.prompt, r.length_range),
+                    float(r.length_range.low_tokens),
+                    r.num_overtaken,
+                    0.0 if r.vetoed_since is None else now - r.vetoed_since,
+                )
+                for r in queue
+            ]
+            admitted, _ = admit_queue(seen, pool, policy, replace(rules, num_seats=seats))
+            assert len(set(admitted)) == len(admitted) <= max(0, seats)
+            assert admitted or active or not queue, "an empty instance admits somebody"
+            if seats > 0 and seen and seen[0].vetoed_s > rules.max_veto_s and fits_now(seen[0].newcomer, pool):
+                assert admitted[0] == 0, "the first in line, vetoed long enough, and its prompt fits"
+            refused = [index for index in range(len(queue)) if index not in admitted]
+            for index in refused:
+                queue[index].num_overtaken += sum(later > index for later in admitted)
+                assert queue[index].num_overtaken <= rules.max_overtaken
+            if refused and len(admitted) < seats and queue[refused[0]].vetoed_since is None:
+                queue[refused[0]].vetoed_since = now
+            active += [queue[index] for index in admitted]
+            order += [queue[index].number for index in admitted]
+            queue = [queue[index] for index in refused]
+        for r in active:
+            r.out += 1
+        while sum(map(held, active)) > total:
+            returning.insert(0, active.pop())
+            returning[0].out -= 1
+        most = max(most, sum(map(held, active)))
+        active = [r for r in active if r.out < r.true]
+        if not (coming or queue or active or returning):
+            return order, most
+    raise AssertionError(f"{len(queue)} requests still wait after {last_step} steps")
+
+
+@st.composite
+def arrivals(draw):
+    size, total, requests = draw(workloads())
+    now, found = 0, []
+    for number, (prompt, low, high, true) in enumerate(requests):
+        now += draw(st.integers(0, 4))
+        found.append(Waiting(number, prompt, LengthRange(low, high), true, now))
+    assume(found)
+    return size, total, found
+
+
+@settings(max_examples=400)
+@given(
+    arrivals(),
+    st.sampled_from([*ADMIT_POLICIES.values(), refuse_all, "coin"]),
+    st.sampled_from(ADMIT_ORDERS),
+    st.integers(1, 6),
+    st.sampled_from([1.0, 5.0, 1e9]),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_no_request_waits_for_ever(instance, policy, order, num_seats, max_veto_s, max_overtaken, coins):
+    size, total, requests = instance
+    if policy == "coin":
+
+        def policy(newcomer, pool):
+            return fits_now(newcomer, pool) and coins.random() < 0.5
+
+    numbers = [r.number for r in requests]
+    served, _ = run_instance(policy, size, total, requests, QueueRules(num_seats, order, max_veto_s, max_overtaken))
+    assert sorted(served) == numbers
+    if policy is greedy and order == "arrival":
+        assert served == numbers
+
+
+@settings(max_examples=200)
+@given(arrivals(), st.sampled_from(ADMIT_ORDERS), st.integers(1, 5))
+def test_reserve_peak_keeps_its_promise_in_whatever_order_a_queue_is_admitted(instance, order, max_overtaken):
+    size, total, requests = instance
+    _, most = run_instance(reserve_peak, size, total, requests, QueueRules(99, order, 1e9, max_overtaken))
+    assert most <= total
+    assert all(r.out == r.true for r in requests)

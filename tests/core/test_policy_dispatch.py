@@ -13,6 +13,7 @@ from serving_plugin.core.dispatch import (
     imbalance,
     least_load,
     power_of_two,
+    power_of_two_by_class,
     promise_for,
     random_choice,
     room_blocks,
@@ -80,6 +81,46 @@ def test_power_of_two(heavy, loads, promised, expected):
     assert power_of_two(request(heavy=heavy), loads, promised, rng()) == expected
 
 
+@pytest.mark.parametrize(
+    ("heavy", "loads", "promised", "expected"),
+    [
+        # Own class alone counts.
+        (True, [load("a", num_heavy_decodes=1), load("b", num_light_decodes=9)], {}, "b"),
+        (False, [load("a", num_heavy_decodes=9), load("b", num_light_decodes=1)], {}, "a"),
+        # What was promised since the last report counts.
+        (True, [load("a"), load("b", num_heavy_decodes=1)], {"a": Promise(0, 2, 0)}, "b"),
+        # As many of its class: more room, then id.
+        (True, [load("a", num_free_blocks=60), load("b", num_free_blocks=61)], {}, "b"),
+        (True, [load("b"), load("a")], {}, "a"),
+        # Only one holds blocks(100 + 200) = 19; none does: room alone decides.
+        (True, [load("a", num_free_blocks=18), load("b", num_free_blocks=19, num_heavy_decodes=9)], {}, "b"),
+        (True, [load("a", num_free_blocks=18, num_heavy_decodes=9), load("b", num_free_blocks=17)], {}, "a"),
+    ],
+)
+def test_power_of_two_by_class(heavy, loads, promised, expected):
+    assert power_of_two_by_class(request(heavy=heavy), loads, promised, rng()) == expected
+
+
+@pytest.mark.parametrize("num_instances", [2, 3, 8])
+def test_by_class_spreads_a_burst_where_the_ratio_piles_it_up(num_instances):
+    """Room for everybody everywhere: nothing but the policy keeps the requests apart."""
+
+    def most_over_mean(policy, seed):
+        loads, promised = [load(f"d{i}", num_free_blocks=10_000) for i in range(num_instances)], {}
+        generator, tokens = random.Random(seed), Counter()
+        for _ in range(32 * num_instances):
+            heavy = generator.random() < 0.5
+            one = request(prompt=20, low=200 if heavy else 0, high=600 if heavy else 100, heavy=heavy)
+            chosen = policy(one, loads, promised, generator)
+            promised[chosen] = promised.get(chosen, Promise()) + promise_for(one, 16)
+            tokens[chosen] += one.length_range.high_tokens
+        return max(tokens.values()) * num_instances / sum(tokens.values())
+
+    by_class = [most_over_mean(power_of_two_by_class, seed) for seed in range(10)]
+    by_ratio = [most_over_mean(power_of_two, seed) for seed in range(10)]
+    assert max(by_class) < 1.25 < sum(by_ratio) / len(by_ratio)
+
+
 def test_power_of_two_looks_at_two_only():
     loads = [load(f"d{i}", num_heavy_decodes=i) for i in range(8)]
     drawn = Counter(power_of_two(request(heavy=True), loads, {}, random.Random(seed)) for seed in range(400))
@@ -121,7 +162,7 @@ def test_least_load_takes_most_room_then_id():
     assert least_load(request(), loads, {"c": Promise(11)}, rng()) == "a"
 
 
-@pytest.mark.parametrize("policy", [power_of_two, imbalance])
+@pytest.mark.parametrize("policy", [power_of_two, power_of_two_by_class, imbalance])
 def test_a_request_without_a_class_is_a_mistake(policy):
     with pytest.raises(ValueError, match="class"):
         policy(request(heavy=None), [load("d")], {}, rng())

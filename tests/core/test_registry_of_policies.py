@@ -9,8 +9,8 @@ EXPECTED = {
     "place": ["least_load"],
     "order": ["fcfs", "ljf", "sjf"],
     "chunk": ["fixed"],
-    "dispatch": ["imbalance", "least_load", "power_of_two", "random"],
-    "admit": ["greedy", "reserve_dynamic", "reserve_peak", "reserve_static", "reserve_static_net"],
+    "dispatch": ["imbalance", "least_load", "power_of_two", "power_of_two_by_class", "random"],
+    "admit": ["greedy", "reserve_dynamic", "reserve_expected", "reserve_peak", "reserve_static", "reserve_static_net"],
     "flip": ["hysteresis", "predicted_demand", "smoothed"],
     "bypass": ["never"],
 }

@@ -354,12 +354,12 @@ async def test_one_request_is_relinquished_per_interval(
     engine, clock = Engine(agent), Clock(monkeypatch)
     withdraw = {name: agent.watch(name, True).withdraw for name in ("a", "b", "c")}
     assert await withdraw["a"](100) is Withdrawal.DONE
-    assert await withdraw["b"](100) is Withdrawal.TOO_LARGE  # it waits on
+    assert await withdraw["b"](100) is Withdrawal.WAITS_ON  # it waits on
     clock.now_s += RELINQUISH_INTERVAL_S - 0.01
-    assert await withdraw["b"](100) is Withdrawal.TOO_LARGE
+    assert await withdraw["b"](100) is Withdrawal.WAITS_ON
     clock.now_s += 0.02
     assert await withdraw["b"](100) is Withdrawal.DONE
-    assert await withdraw["c"](100) is Withdrawal.TOO_LARGE
+    assert await withdraw["c"](100) is Withdrawal.WAITS_ON
     assert engine.asked == [("a", 100), ("b", 100)]
 
 
@@ -372,7 +372,7 @@ async def test_the_end_of_a_wait_needs_no_turn(make_agent: Callable[..., Any], m
     assert engine.asked == [("a", None), ("b", None), ("c", 100)]
 
 
-@pytest.mark.parametrize("result", [Withdrawal.TOO_LARGE, Withdrawal.NOT_WAITING, RuntimeError("engine is gone")])
+@pytest.mark.parametrize("result", [Withdrawal.WAITS_ON, Withdrawal.NOT_WAITING, RuntimeError("engine is gone")])
 async def test_a_request_that_is_not_relinquished_takes_no_turn_from_others(
     result: Withdrawal | Exception, make_agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +400,7 @@ async def test_nobody_else_is_withdrawn_while_the_engine_is_asked(
     engine.gate.clear()
     first = asyncio.ensure_future(agent.watch("a", True).withdraw(100))
     await until(lambda: engine.asked)
-    assert await agent.watch("b", True).withdraw(100) is Withdrawal.TOO_LARGE
+    assert await agent.watch("b", True).withdraw(100) is Withdrawal.WAITS_ON
     engine.gate.set()
     assert await first is Withdrawal.DONE
     assert engine.asked == [("a", 100)]

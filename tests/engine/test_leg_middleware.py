@@ -34,7 +34,7 @@ class StandInAgent:
         self, role: Role = Role.PREFILL, mode: str = "parallel", delay_s: float = 0.0, timeout_s: float = 0.2
     ) -> None:
         prediction = PredictionSettings(mode=mode, timeout_s=timeout_s)
-        admit = AdmitSettings(max_veto_s=10.0, max_wait_s=60.0)
+        admit = AdmitSettings(relinquish_after_s=10.0, max_wait_s=60.0)
         self.settings = InstanceSettings(role, "p0", "http://127.0.0.1:1", prediction=prediction, admit=admit)
         self.breaker = ForecastBreaker(timeout_s)
         self.role = role

@@ -12,8 +12,8 @@ from fake_clock import now_s, run
 from serving_plugin.core.config import AdmitSettings
 from serving_plugin.engine.queue_watch import RECHECK_S, QueueWatch, Withdrawal
 
-VETO_S, WAIT_S = 10.0, 60.0
-DONE, TOO_LARGE, NOT_WAITING = Withdrawal.DONE, Withdrawal.TOO_LARGE, Withdrawal.NOT_WAITING
+RELINQUISH_S, WAIT_S = 10.0, 60.0
+DONE, WAITS_ON, NOT_WAITING = Withdrawal.DONE, Withdrawal.WAITS_ON, Withdrawal.NOT_WAITING
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Queue:
         self.log.append((now_s(), room_tokens))
         if now_s() >= self.admitted_s:
             return NOT_WAITING
-        return TOO_LARGE if room_tokens is not None and room_tokens < self.needs_tokens else DONE
+        return WAITS_ON if room_tokens is not None and room_tokens < self.needs_tokens else DONE
 
     @property
     def withdrawals(self) -> list[tuple[float, object]]:
@@ -45,11 +45,11 @@ def watch(
     queue: Queue,
     may_relinquish: bool = True,
     answered_s: float | None = None,
-    max_veto_s: float = VETO_S,
+    relinquish_after_s: float = RELINQUISH_S,
     max_wait_s: float = WAIT_S,
 ) -> tuple[bool | None, float]:
     """(what the watch says, when) of a request that is answered at `answered_s`."""
-    settings = AdmitSettings(max_veto_s=max_veto_s, max_wait_s=max_wait_s)
+    settings = AdmitSettings(relinquish_after_s=relinquish_after_s, max_wait_s=max_wait_s)
 
     async def watching() -> tuple[bool | None, float]:
         answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -62,7 +62,7 @@ def watch(
 
 
 @pytest.mark.parametrize("may_relinquish", [True, False])
-@pytest.mark.parametrize("answered_s", [0.0, 3.0, VETO_S - 0.01])
+@pytest.mark.parametrize("answered_s", [0.0, 3.0, RELINQUISH_S - 0.01])
 def test_a_request_that_is_answered_soon_is_left_alone(may_relinquish: bool, answered_s: float) -> None:
     queue = Queue(room_tokens=1000)
     assert watch(queue, may_relinquish, answered_s) == (None, answered_s)
@@ -75,10 +75,10 @@ def test_an_answer_between_two_looks_ends_the_watch_at_once() -> None:
     assert queue.withdrawals == []
 
 
-def test_it_is_relinquished_after_max_veto_s_if_another_has_room() -> None:
+def test_it_is_relinquished_after_its_time_if_another_has_room() -> None:
     queue = Queue(room_tokens=100)
-    assert watch(queue) == (True, VETO_S)
-    assert queue.withdrawals == [(VETO_S, 100)]  # the room goes along: the engine judges whether it suffices
+    assert watch(queue) == (True, RELINQUISH_S)
+    assert queue.withdrawals == [(RELINQUISH_S, 100)]  # the room goes along: the engine judges whether it suffices
 
 
 def test_it_is_relinquished_as_soon_as_another_gets_room() -> None:
@@ -124,20 +124,20 @@ def test_a_request_that_no_longer_waits_is_watched_no_more(may_relinquish: bool,
     queue = Queue(admitted_s=admitted_s, room_tokens=1000 if admitted_s == 0 else None)
     verdict, at_s = watch(queue, may_relinquish)
     assert verdict is None
-    assert at_s == (VETO_S if may_relinquish and admitted_s == 0 else WAIT_S)
+    assert at_s == (RELINQUISH_S if may_relinquish and admitted_s == 0 else WAIT_S)
     assert len(queue.withdrawals) == 1
 
 
 @pytest.mark.parametrize("may_relinquish", [True, False])
-def test_max_wait_s_also_bounds_a_longer_max_veto_s(may_relinquish: bool) -> None:
+def test_max_wait_s_also_bounds_a_longer_relinquish_after_s(may_relinquish: bool) -> None:
     queue = Queue(room_tokens=1000)
-    assert watch(queue, may_relinquish, max_veto_s=100.0, max_wait_s=5.0) == (False, 5.0)
+    assert watch(queue, may_relinquish, relinquish_after_s=100.0, max_wait_s=5.0) == (False, 5.0)
     assert queue.withdrawals == [(5.0, None)]
 
 
 @pytest.mark.parametrize("queue", [Queue(), Queue(room_tokens=1)])
 def test_it_looks_again_every_half_second_and_never_spins(queue: Queue) -> None:
-    verdict, at_s = watch(queue, max_veto_s=0.001)
+    verdict, at_s = watch(queue, relinquish_after_s=0.001)
     assert verdict is False and WAIT_S <= at_s <= WAIT_S + RECHECK_S
     looks_s = [at_s for at_s, what in queue.log if what == "room?"]
     gaps_s = [later - sooner for sooner, later in itertools.pairwise(looks_s)]
