@@ -9,8 +9,9 @@ limit of the client alone. Ranges come from:
   history     lengths of the calibration split's replies, no look at the prompt
 
 Two decode engines run two systems at once, one core each, on the same requests; which system gets which core is drawn
-anew each round. The prefill engine only holds KV meanwhile. Two parts: all requests at once (as in the paper), and
-Poisson arrivals.
+anew each round. The prefill engine only holds KV meanwhile. The machine drifts, so greedy runs in every third turn
+and each system is compared with the greedy runs nearest in time. Two parts: all requests at once (as in the paper), and
+Poisson arrivals. "greedy, overtaking" is the control for the other policies' licence to pass a refused request.
 
 `--short` shows that it works and measures nothing worth quoting.
 """
@@ -57,8 +58,8 @@ from serving_plugin.predictor.rows import LabelledRow, read_rows
 
 __all__ = ["deliver", "draw", "run"]
 
-MAX_PROMPT_TOKENS = 512
-MAX_OUTPUT_TOKENS = 1024  # what the client asks for; longer replies are left out
+MAX_PROMPT_TOKENS = 256
+MAX_OUTPUT_TOKENS = 512  # what the client asks for: longer replies end there
 MIN_OUTPUT_TOKENS = 8
 BLOCK_SIZE_TOKENS = 32
 CHUNK_TOKENS = 128
@@ -80,27 +81,29 @@ class System:
     policy: str
     source: str | None = None
     order: str = "arrival"
+    overtaking: str = "by_policy"
 
     @property
     def name(self) -> str:
         """One word for tables and files."""
         order = "" if self.order == "arrival" else ", shortest first"
-        return f"{self.policy}{order}{f' ({self.source})' if self.source else ''}"
+        overtaking = "" if self.overtaking == "by_policy" else ", overtaking"
+        return f"{self.policy}{overtaking}{order}{f' ({self.source})' if self.source else ''}"
 
 
 GREEDY = System("greedy")
+CONTROL = System("greedy", overtaking="always")
+GREEDY_EVERY_TURNS = 3
 SHORTEST = (
     System("greedy", "calibrated", "shortest_expected"),
     System("reserve_dynamic", "calibrated", "shortest_expected"),
     System("reserve_expected", "calibrated", "shortest_expected"),
 )
-AT_ONCE = (GREEDY, *(System(policy, source) for source in SOURCES for policy in POLICIES), *SHORTEST)
+AT_ONCE = (CONTROL, *(System(policy, source) for source in SOURCES for policy in POLICIES), *SHORTEST)
 POISSON = (
-    GREEDY,
     System("reserve_dynamic", "calibrated"),
     System("reserve_peak", "calibrated"),
     System("reserve_expected", "calibrated"),
-    System("reserve_expected", "history"),
     System("reserve_expected", "calibrated", "shortest_expected"),
 )
 
@@ -109,10 +112,10 @@ POISSON = (
 class Extent:
     """How much is measured. `rate_per_s` of the Poisson part; `num_blocks`: the decode engine's pool."""
 
-    num_requests: int = 36
+    num_requests: int = 48
     num_rounds: int = 5
-    num_blocks: int = 80
-    rate_per_s: float = 0.5
+    num_blocks: int = 96
+    rate_per_s: float = 0.8
     at_once: tuple[System, ...] = AT_ONCE
     poisson: tuple[System, ...] = POISSON
 
@@ -120,8 +123,8 @@ class Extent:
 SHORT = Extent(
     num_requests=8,
     num_rounds=1,
-    num_blocks=50,
-    at_once=(GREEDY, System("reserve_expected", "calibrated")),
+    num_blocks=26,
+    at_once=(System("reserve_expected", "calibrated"),),
     poisson=(),
 )
 
@@ -139,8 +142,11 @@ class AdmissionResult(Record):
     @property
     def is_complete(self) -> bool:
         """Whether every system ran in every round."""
-        wanted = len(self.extent["at_once"]) + len(self.extent["poisson"])
-        return bool(len(self.runs) == wanted * self.extent["num_rounds"])
+        wanted = {(part, System(**one).name) for part in ("at_once", "poisson") for one in self.extent[part]}
+        numbers = range(self.extent["num_rounds"])
+        return {(*one, number) for one in wanted for number in numbers} <= {
+            (one["part"], one["system"], one["round"]) for one in self.runs
+        }
 
     def tables(self) -> Iterator[Table]:
         """One table per part: each system against greedy of the same round."""
@@ -181,10 +187,10 @@ def summary(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
 
     `goal`: "met" where the upper bound is at most `GOAL_JCT` and preemptions at most `GOAL_PREEMPTIONS` of greedy's.
     """
-    by_system: dict[str, dict[int, dict[str, Any]]] = {}
+    by_system: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for run_ in runs:
         if run_["part"] == part:
-            by_system.setdefault(run_["system"], {})[run_["round"]] = run_
+            by_system.setdefault(run_["system"], {}).setdefault(run_["round"], []).append(run_)
     greedy = by_system.get(GREEDY.name)
     if not greedy:
         return []
@@ -192,12 +198,13 @@ def summary(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
     for system, rounds in by_system.items():
         shared = sorted(rounds.keys() & greedy.keys())
         ratio = paired_ratio(
-            [rounds[number]["mean_jct_s"] for number in shared], [greedy[number]["mean_jct_s"] for number in shared]
+            [_mean(rounds[number], "mean_jct_s") for number in shared],
+            [_mean(nearest(greedy[number], rounds[number][0]["turn"]), "mean_jct_s") for number in shared],
         )
         assert ratio is not None
 
-        def mean(key: str, of: dict[int, dict[str, Any]] = rounds) -> float:
-            return float(np.mean([figures[key] for figures in of.values()]))
+        def mean(key: str, of: dict[int, list[dict[str, Any]]] = rounds) -> float:
+            return float(np.mean([_mean(figures, key) for figures in of.values()]))
 
         num_greedy = mean("num_preemptions", greedy)
         is_met = (ratio.upper_95 or 9.9) <= GOAL_JCT and mean("num_preemptions") <= GOAL_PREEMPTIONS * num_greedy
@@ -218,13 +225,39 @@ def summary(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
     return rows
 
 
+def nearest(runs: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    """The runs of the same turn, else the last before and the first after it."""
+    same = [one for one in runs if one["turn"] == turn]
+    before = [one for one in runs if one["turn"] < turn]
+    after = [one for one in runs if one["turn"] > turn]
+    return same or [*before[-1:], *after[:1]]
+
+
+def turns_of(systems: Sequence[System], width: int, seed: str) -> list[list[System]]:
+    """Who runs beside whom: `width` systems a turn in random order, greedy in every third turn and in the last."""
+    left = random.Random(seed).sample(systems, len(systems))
+    turns: list[list[System]] = []
+    while left:
+        turn = [GREEDY] if len(turns) % GREEDY_EVERY_TURNS == 0 else []
+        while left and len(turn) < width:
+            turn.append(left.pop())
+        turns.append(random.Random(f"{seed} {len(turns)}").sample(turn, len(turn)))
+    if width > 1 and len(turns[-1]) < width and GREEDY not in turns[-1]:
+        turns[-1].append(GREEDY)
+    return turns
+
+
+def _mean(runs: Sequence[dict[str, Any]], key: str) -> float:
+    return float(np.mean([one[key] for one in runs]))
+
+
 def run(model: Path, is_short: bool) -> AdmissionResult:
     """Measure with the champion of the registry on the pipeline's labelled test split."""
     extent = SHORT if is_short else Extent()
     predictor = LengthPredictor.load(DEFAULT_MODEL_URI, num_threads=1)
     requests = _Requests(model, predictor)
     fresh = AdmissionResult(model=model.name, predictor=describe(predictor), extent=asdict(extent))
-    result = _continued(fresh)
+    result = fresh if is_short else _continued(fresh)
     available = cores()
     prefill = InstanceSettings(Role.PREFILL, "p", "http://p", transfer=TransferSettings("direct", pinned_budget=1.0))
     spec = EngineSpec(
@@ -247,33 +280,34 @@ def run(model: Path, is_short: bool) -> AdmissionResult:
             engine.wait_until_ready()
         for number in range(extent.num_rounds):
             for part, systems in (("at_once", extent.at_once), ("poisson", extent.poisson)):
-                if any(one["part"] == part and one["round"] == number for one in result.requests):
+                if not systems or any(one["part"] == part and one["round"] == number for one in result.requests):
                     continue  # measured before this run was interrupted
                 drawn = requests.draw(extent, number, None if part == "at_once" else extent.rate_per_s)
                 runs = []
-                order = random.Random(f"{part} {number}").sample(systems, len(systems))
-                for first in range(0, len(order), len(decoders)):
-                    turn = order[first : first + len(decoders)]
+                for position, turn in enumerate(turns_of(systems, len(decoders), f"{part} {number}")):
                     figures = _turn(holder, decoders, turn, drawn, requests, Path(folder))
-                    for system, one in zip(turn, figures, strict=True):
-                        runs.append({"part": part, "round": number, "system": system.name, **one})
+                    for core, (system, one) in enumerate(zip(turn, figures, strict=True)):
+                        place = {"part": part, "round": number, "turn": position, "core": available[core]}
+                        runs.append({**place, "system": system.name, **one})
                         say(
                             f"{part} round {number + 1}/{extent.num_rounds}: {system.name}: mean JCT "
                             f"{one['mean_jct_s']:.1f} s, {one['num_preemptions']} preemptions"
                         )
                 result.runs += runs
                 result.requests.append({"part": part, "round": number, "requests": [asdict(one) for one in drawn]})
-                write_atomically(UNFINISHED, json.dumps(asdict(result)))
-    UNFINISHED.unlink(missing_ok=True)
+                if not is_short:
+                    write_atomically(UNFINISHED, json.dumps(asdict(result)))
+    if not is_short:
+        UNFINISHED.unlink(missing_ok=True)
     return result
 
 
 def _continued(fresh: AdmissionResult) -> AdmissionResult:
-    """The rounds of a run of the same extent, code versions and machine that was interrupted, or a fresh start."""
+    """The rounds of a run of the same extent, code and machine that was interrupted, or a fresh start."""
     if not UNFINISHED.exists():
         return fresh
     before = json.loads(UNFINISHED.read_text())
-    same = ("model", "predictor", "extent", "machine", "versions")
+    same = ("model", "predictor", "extent", "machine", "versions", "code")
     if any(before.get(name) != json.loads(json.dumps(getattr(fresh, name))) for name in same):
         return fresh
     say(f"going on after {len(before['requests'])} measured parts of {UNFINISHED}; delete it to start afresh")
@@ -298,7 +332,7 @@ def _settings(system: System) -> InstanceSettings:
         Role.DECODE,
         "d",
         "http://d",
-        admit=AdmitSettings(system.policy, system.order),
+        admit=AdmitSettings(system.policy, system.order, system.overtaking),
         chunk=ChunkSettings(chunk_tokens=CHUNK_TOKENS),
         forecast=_forecast_settings(system.source),
         transfer=TransferSettings("direct"),
@@ -407,26 +441,26 @@ class _Requests:
             )
         tokenizer = load_tokenizer(str(model))
         limits = range(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS)
-        fitting = [row for row in rows if not row.censored and row.output_tokens in limits]
+        fitting = [row for row in rows if row.output_tokens in limits or row.output_tokens >= MAX_OUTPUT_TOKENS]
         tokenised = [(row, _prompt_ids(tokenizer, row)) for row in fitting]
         self._kept = [(row, ids) for row, ids in tokenised if len(ids) <= MAX_PROMPT_TOKENS]
         if not self._kept:
             raise ConfigurationError(f"no test row has a prompt of {MAX_PROMPT_TOKENS} tokens or fewer")
         kept_rows = [row for row, _ in self._kept]
         self._forecasts = predictor.to_forecasts(predictor.conversation_probabilities(kept_rows))
-        calibration = [row for row in read_rows(LABELLED_FOLDER / "calibration.jsonl") if not row.censored]
+        calibration = read_rows(LABELLED_FOLDER / "calibration.jsonl")
         self._history = [
             row.output_tokens for row in random.Random(0).sample(calibration, min(HISTORY_SIZE, len(calibration)))
         ]
 
     def draw(self, extent: Extent, number: int, rate_per_s: float | None) -> list[Drawn]:
         """The requests of round `number`."""
-        rng = random.Random(number)
+        rng = random.Random(f"admission {number}")
         num_drawn = min(extent.num_requests, len(self._kept))
         arrival_s, drawn = 0.0, []
         for index in rng.sample(range(len(self._kept)), num_drawn):
             row, ids = self._kept[index]
-            drawn.append(Drawn(index, len(ids), row.output_tokens, arrival_s))
+            drawn.append(Drawn(index, len(ids), min(row.output_tokens, MAX_OUTPUT_TOKENS), arrival_s))
             arrival_s += rng.expovariate(rate_per_s) if rate_per_s is not None else 0.0
         return drawn
 

@@ -50,6 +50,7 @@ BLOCK_TOKENS, CHUNK_TOKENS, SHORT_PROMPT_TOKENS = 32, 128, 8
 QUEUED_PROMPT_TOKENS = (256, 512)
 NUM_WARM_STEPS = 2  # of a block, not counted: caches are cold after the other engine's turn
 MAX_FILL_STEPS = 8
+NUM_FORECAST_BUCKETS = 20
 MAX_OUTPUT_TOKENS = 100_000  # nobody ends by himself
 CALL_TIMEOUT_S = 300.0
 
@@ -66,7 +67,7 @@ class Extent:
     num_running: tuple[int, ...] = (16, 64, 256)
     num_waiting: int = 64
     num_queued: tuple[int, ...] = (64, 256)
-    policies: tuple[str, ...] = ("reserve_dynamic", "reserve_peak")
+    policies: tuple[str, ...] = ("reserve_dynamic", "reserve_peak", "reserve_expected")
 
 
 SHORT = Extent(num_rounds=1, num_steps=8, num_prefill_steps=4, num_running=(16, 64), num_queued=(64,))
@@ -283,9 +284,15 @@ def _abort(engine: Any, ids: Sequence[str]) -> None:
 
 def _add(engine: Any, id: str, num_prompt_tokens: int, batch: Batch) -> None:
     low, high = batch.high_tokens - 1, batch.high_tokens
+    # As many buckets as a real forecast has, which is what reserve_expected's time depends on; nearly all in the last.
+    edges = [low * i // NUM_FORECAST_BUCKETS for i in range(NUM_FORECAST_BUCKETS + 1)]
+    rest = 1e-5
     meta = {
         "request_id": id,
-        "forecast": {"edges_tokens": [low, high], "probabilities": [1.0]},
+        "forecast": {
+            "edges_tokens": [*edges, high],
+            "probabilities": [rest] * NUM_FORECAST_BUCKETS + [1.0 - rest * NUM_FORECAST_BUCKETS],
+        },
         "length_range": [low, high],
         "is_heavy_decode": True,
     }

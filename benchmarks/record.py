@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -31,6 +32,14 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
+def code_digest() -> str:
+    """Digest of the Python sources that a result came from: `serving_plugin` and `benchmarks`, names and contents."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(path for part in ("serving_plugin", "benchmarks") for path in (root / part).rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
     """How figures came about; a benchmark's own class adds the figures and shows them."""
@@ -39,6 +48,7 @@ class Record:
     started: str = field(default_factory=_now)
     machine: dict[str, Any] = field(default_factory=machine_facts)
     versions: dict[str, str] = field(default_factory=version_facts)
+    code: str = field(default_factory=code_digest)
 
     def tables(self) -> Iterator[Table]:
         """What the console and the page show."""

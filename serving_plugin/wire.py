@@ -2,7 +2,8 @@
 
 agent -> gateway: `Hello` once per connection, then a `LoadReport` per interval and a `TransferReport` per KV transfer.
 gateway -> agent: `Welcome` once, then a `LoadBroadcast` per interval.
-Whatever arrives is either a whole, well-typed message or a `WireError`: nothing half-read goes further.
+Whatever arrives is either a whole, well-typed message or a `WireError`: nothing half-read goes further. The same holds
+for what a gateway sends with its requests over HTTP (`PrefillAsk`, `DispatchAsk`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Any
 from serving_plugin.core.errors import TetriError
 from serving_plugin.core.types import InstanceLoad, Role
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20
+_MAX_INT = (1 << 63) - 1
 AGENT_PATH = "/tetri/agent"
 LEG_HEADER = "X-Tetri-Leg"
 # A gateway sends it with a decode leg that it can bind to another instance; an instance that gives one back answers
@@ -37,6 +39,28 @@ class WireError(TetriError):
 
     http_status = 400
     openai_type = "BadRequestError"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAsk:
+    """Our part of a prefill leg's `kv_transfer_params`, as gateways send it."""
+
+    request_id: str
+    max_tokens: int | None
+    arrival_s: float | None
+    exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchAsk:
+    """A gateway asks for another decode instance: what that needs of the decision of before, and whom not to choose."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    length_range: tuple[int, ...]
+    is_heavy_decode: bool
+    exclude: tuple[str, ...]
 
 
 class Leg(StrEnum):
@@ -156,6 +180,37 @@ def decode(text: str) -> Message:
     return message
 
 
+def prefill_ask(tetri: object) -> PrefillAsk:
+    """Read the "tetri" part of a prefill leg; keys that are not ours are left alone.
+
+    Raises:
+        WireError: a key is missing or of a wrong type.
+    """
+    defaults: dict[str, object] = {"max_tokens": None, "arrival_s": None, "exclude": []}
+    given = _part(PrefillAsk, _need(dict, tetri, "tetri"))
+    ask: PrefillAsk = _build_dataclass(PrefillAsk, defaults | given, "tetri")
+    return ask
+
+
+def dispatch_ask(body: object) -> DispatchAsk:
+    """Read the body of a `DISPATCH_PATH` request: "tetri", a decision of before, and "exclude".
+
+    Raises:
+        WireError: a key is missing or of a wrong type, or the range holds no length.
+    """
+    raw = _need(dict, body, "the body")
+    given = _part(DispatchAsk, _need(dict, raw.get("tetri"), "tetri")) | {"exclude": raw.get("exclude", [])}
+    ask: DispatchAsk = _build_dataclass(DispatchAsk, given, "tetri")
+    bounds = ask.length_range
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        raise WireError(f"tetri.length_range is {str(list(bounds))[:60]}, needs [low, high] with low < high")
+    return ask
+
+
+def _part(kind: type, raw: Mapping[str, object]) -> dict[str, object]:
+    return {name: raw[name] for name in _hints(kind) if name in raw}
+
+
 def _check_size(text: str, name: str) -> None:
     num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", errors="surrogatepass"))
     if num_bytes > MAX_MESSAGE_BYTES:
@@ -203,6 +258,8 @@ def _build(kind: Any, raw: object, where: str) -> Any:
     if kind is float:
         return _finite(raw, where)
     value = _need(kind, raw, where)
+    if kind is int and not -_MAX_INT <= value <= _MAX_INT:
+        raise WireError(f"{where} has over 64 bits")
     if kind is int and value < 0:
         raise WireError(f"{where} is {value}, needs 0 or more")
     return value

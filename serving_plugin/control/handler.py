@@ -68,7 +68,10 @@ class _ClientGoneError(Exception):
 
 @dataclass(slots=True)
 class _Job:
-    """One request as the handler sees it. `asked`: role of the instance it is at; `lost`: instances that failed it."""
+    """One request as the handler sees it. `asked`: role of the instance it is at; `lost`: instances that failed it.
+
+    `queued_since_s`: unix seconds of its first decode leg.
+    """
 
     http: web.Request
     row: Row
@@ -81,6 +84,7 @@ class _Job:
     lost: set[str] = field(default_factory=set)
     outcome: Outcome = Outcome.OK
     may_relinquish: bool = False
+    queued_since_s: float | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -218,7 +222,8 @@ class RequestHandler:
         self, job: _Job, prefill_id: str, prefilled: PrefillAnswer, decode_id: str, decode_url: str
     ) -> web.StreamResponse:
         """The decode leg where P's dispatcher said; bound elsewhere, a bounded number of times, if D gives it back."""
-        body = decode_body(job.body, prefilled.kv_transfer_params)
+        job.queued_since_s = job.queued_since_s or time.time()
+        body = decode_body(job.body, prefilled.kv_transfer_params, job.queued_since_s)
         job.asked = Role.DECODE
         for num_left in reversed(range(_MAX_BINDINGS)):
             job.row.phase, job.row.decode_instance = Phase.DECODE, decode_id

@@ -1,7 +1,7 @@
 """The two legs of a split request: bodies (pure functions) and the client that sends them.
 
 The prefill leg asks for one token and for the KV cache to be kept; its answer says where to decode. The decode leg is
-the client's own body plus that answer, verbatim. Source: vLLM 0.32's disaggregation over HTTP; docs/architecture.md.
+the client's own body plus that answer. Source: vLLM 0.32's disaggregation over HTTP; docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -150,9 +150,13 @@ def prefill_body(
     return leg
 
 
-def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> Body:
-    """What D is asked: the client's request, with P's word on where the KV cache is."""
-    return {**body, "kv_transfer_params": kv_transfer_params}
+def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], queued_since_s: float) -> Body:
+    """What D is asked: the client's request, with P's word on where the KV cache is.
+
+    `queued_since_s`: unix time of the request's first decode leg, so that one that was given back keeps its place.
+    """
+    tetri = {**kv_transfer_params["tetri"], "queued_since_s": queued_since_s}
+    return {**body, "kv_transfer_params": {**kv_transfer_params, "tetri": tetri}}
 
 
 @dataclass(frozen=True, slots=True)

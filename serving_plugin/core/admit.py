@@ -7,8 +7,8 @@ the true length is never seen. A policy judges one request; `admit_queue` says w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
 from statistics import NormalDist
@@ -47,6 +47,41 @@ class Newcomer:
     forecast: LengthForecast | None = None
 
 
+@dataclass(slots=True)
+class _Use:
+    """Blocks in use in each interval ahead (`_INTERVAL_ENDS_BLOCKS`): mean, variance, and the sum if all are long."""
+
+    means: list[float] = field(default_factory=list)
+    variances: list[float] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+
+    def add(self, ahead: Sequence[tuple[float, int]]) -> None:
+        """One more request: (probability that it runs in the interval, blocks that it then holds) per interval."""
+        num_more = len(ahead) - len(self.means)
+        if num_more > 0:
+            self.means += [0.0] * num_more
+            self.variances += [0.0] * num_more
+            self.most += [0] * num_more
+        for i, (share, blocks) in enumerate(ahead):
+            need = share * blocks
+            self.means[i] += need
+            self.variances[i] += need * (blocks - need)
+            self.most[i] += blocks
+
+    def with_one(self, ahead: Sequence[tuple[float, int]]) -> _Use:
+        """A copy with one more request."""
+        use = _Use(self.means.copy(), self.variances.copy(), self.most.copy())
+        use.add(ahead)
+        return use
+
+    def exceeds(self, num_blocks: int, deviations: float) -> bool:
+        """Whether in some interval mean and `deviations` standard deviations, at most all of them, are more."""
+        return any(
+            most > num_blocks and mean + deviations * sqrt(variance) > num_blocks
+            for mean, variance, most in zip(self.means, self.variances, self.most, strict=True)
+        )
+
+
 @dataclass(frozen=True)
 class DecodePool:
     """KV blocks of one decode instance and who is active on it. Blocks in total exclude vLLM's null block.
@@ -59,17 +94,22 @@ class DecodePool:
     num_total_blocks: int
     num_free_blocks: int
     active: tuple[ActiveDecode, ...]
-    overflow_probability: float = 0.03
+    overflow_probability: float = 0.15
 
     def with_newcomer(self, newcomer: Newcomer) -> DecodePool:
         """The pool once `newcomer` holds the blocks of its prompt."""
         held = num_blocks(newcomer.num_prompt_tokens, self.block_size_tokens)
         joined = ActiveDecode(newcomer.num_prompt_tokens, 0, newcomer.length_range, held, newcomer.forecast)
-        return replace(
+        pool = replace(
             self,
             num_free_blocks=self.num_free_blocks - held + newcomer.num_cached_blocks,
             active=(*self.active, joined),
         )
+        if "expected_use" in self.__dict__:  # worked out already: what is new is added to it
+            pool.__dict__["expected_use"] = self.expected_use.with_one(
+                _ahead(newcomer.forecast, newcomer.length_range, newcomer.num_prompt_tokens, 0, self.block_size_tokens)
+            )
+        return pool
 
     @cached_property
     def num_outstanding_low_blocks(self) -> int:
@@ -95,29 +135,14 @@ class DecodePool:
         return sorted(((_tokens_left(q), q.num_prompt_tokens + q.num_output_tokens) for q in self.active), reverse=True)
 
     @cached_property
-    def horizons_tokens(self) -> list[int]:
-        """Moments at which reserve_expected looks, in tokens from now: each half as far again as the one before."""
-        ends = [q.forecast.edges_tokens[-1] if q.forecast else q.length_range.high_tokens for q in self.active]
-        horizons, horizon, end = [1], self.block_size_tokens, max([*ends, self.block_size_tokens])
-        while horizon < end:
-            horizons.append(horizon)
-            horizon += max(1, horizon // 2)
-        return [*horizons, end]
-
-    @cached_property
-    def expected_use(self) -> list[tuple[float, float]]:
-        """Mean and variance of the blocks in use at each horizon, lengths being independent."""
-        means, variances = [0.0] * len(self.horizons_tokens), [0.0] * len(self.horizons_tokens)
+    def expected_use(self) -> _Use:
+        """What the active requests need ahead, interval by interval."""
+        use = _Use()
         for q in self.active:
-            tokens = q.num_prompt_tokens + q.num_output_tokens
-            alive = _alive(q.forecast, q.length_range, q.num_output_tokens, self.horizons_tokens)
-            for i, (horizon, share) in enumerate(zip(self.horizons_tokens, alive, strict=True)):
-                if share <= 0.0:
-                    break
-                blocks = num_blocks(tokens + horizon, self.block_size_tokens)
-                means[i] += share * blocks
-                variances[i] += share * (1.0 - share) * blocks * blocks
-        return list(zip(means, variances, strict=True))
+            use.add(
+                _ahead(q.forecast, q.length_range, q.num_prompt_tokens, q.num_output_tokens, self.block_size_tokens)
+            )
+        return use
 
     @cached_property
     def overflow_deviations(self) -> float:
@@ -217,39 +242,67 @@ def reserve_peak(newcomer: Newcomer, pool: DecodePool) -> bool:
 
 
 def reserve_expected(newcomer: Newcomer, pool: DecodePool) -> bool:
-    """Admit iff at no moment ahead more blocks are needed than there are, but for a small probability (ours).
+    """Admit iff at no time ahead more blocks are needed than there are, but for a small probability (ours).
 
     The blocks that a batch needs in t tokens are a sum of independent terms: `blocks(prompt + out + t)` if the request
-    still runs then, else nothing. Admit iff at every horizon mean + z * standard deviation <= total, z from the pool's
-    `overflow_probability`. Reserving `high` for everybody (reserve_peak) pays for all being long at once; a batch's
-    requests are not. Source of the idea that the batch, not the request, is what must fit: LightLLM Past-Future (arXiv
-    2507.10150), which samples lengths from history.
+    still runs then, else nothing. Time is cut into intervals; in each a request counts with the blocks that it holds at
+    the interval's end and the probability that it sees the beginning, so that no peak inside is missed. Admit iff in
+    every interval mean + z * standard deviation, or the sum of all if that is less, is at most the pool; z from the
+    pool's `overflow_probability`. Reserving `high` for everybody (reserve_peak) pays for all being long at once; a
+    batch's requests are not. Source of the idea that the batch, not the request, is what must fit: LightLLM Past-Future
+    (arXiv 2507.10150), which samples lengths from history.
     """
     if not fits_now(newcomer, pool):
         return False
     if not pool.active:
         return True
-    alive = _alive(newcomer.forecast, newcomer.length_range, 0, pool.horizons_tokens)
-    for horizon, share, (mean, variance) in zip(pool.horizons_tokens, alive, pool.expected_use, strict=True):
-        blocks = num_blocks(newcomer.num_prompt_tokens + horizon, pool.block_size_tokens)
-        mean += share * blocks
-        variance += share * (1.0 - share) * blocks * blocks
-        if mean + pool.overflow_deviations * sqrt(variance) > pool.num_total_blocks:
-            return False
-    return True
+    ahead = _ahead(newcomer.forecast, newcomer.length_range, newcomer.num_prompt_tokens, 0, pool.block_size_tokens)
+    return not pool.expected_use.with_one(ahead).exceeds(pool.num_total_blocks, pool.overflow_deviations)
 
 
-def _alive(
-    forecast: LengthForecast | None, length_range: LengthRange, num_output_tokens: int, horizons_tokens: Sequence[int]
-) -> list[float]:
-    """P(still running `t` tokens from now) for each of `horizons_tokens`, which rise."""
+def _interval_ends_blocks() -> Iterable[int]:
+    """One block, two, three, then each half as far again."""
+    end = 1
+    while end < 1 << 22:
+        yield end
+        end += max(1, end // 2)
+
+
+_INTERVAL_ENDS_BLOCKS = tuple(_interval_ends_blocks())  # from now, in blocks' worth of tokens
+
+
+def _ahead(
+    forecast: LengthForecast | None,
+    length_range: LengthRange,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    block_size_tokens: int,
+) -> list[tuple[float, int]]:
+    """(P(still running at the beginning), blocks held at the end) of each interval in which the request may run.
+
+    An interval ends whole blocks from now, so that a request then holds as many more, but for its very last token.
+    """
     if forecast is None:
         forecast = LengthForecast.one_hot(length_range)
-    ahead = [num_output_tokens, *(num_output_tokens + horizon for horizon in horizons_tokens)]
-    over = forecast.survival(ahead)
+    longest = forecast.edges_tokens[-1] - 1
+    begins = [num_output_tokens]
+    for end in _INTERVAL_ENDS_BLOCKS:
+        begin = num_output_tokens + end * block_size_tokens
+        if begin >= longest:
+            break
+        begins.append(begin)
+    over = forecast.survival(begins)
     if over[0] <= 1e-6:  # longer than the forecast thought possible
-        over = forecast.given_more_than(num_output_tokens).survival(ahead)
-    return [min(1.0, share / over[0]) for share in over[1:]]
+        later = forecast.given_more_than(num_output_tokens)
+        return _ahead(later, length_range, num_prompt_tokens, num_output_tokens, block_size_tokens)
+    held = num_blocks(num_prompt_tokens + num_output_tokens, block_size_tokens)
+    most = num_blocks(num_prompt_tokens + longest, block_size_tokens)
+    running = over[0]
+    return [
+        (share / running, held + end if held + end < most else most)
+        for share, end in zip(over, _INTERVAL_ENDS_BLOCKS, strict=False)
+        if share > 1e-9
+    ]
 
 
 ADMIT_ORDERS = ("arrival", "shortest_expected")
@@ -272,12 +325,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """How a queue is judged. `num_seats`: requests that the engine can still run (`max_num_seqs` less the active)."""
+    """How a queue is judged. `num_seats`: requests that the engine can still run (`max_num_seqs` less the active).
+
+    `may_overtake` False: behind the first that is refused nobody is admitted, as under vLLM's own rule.
+    """
 
     num_seats: int
     order: str = "arrival"
     max_veto_s: float = 30.0
     max_overtaken: int = 64
+    may_overtake: bool = True
 
 
 def admit_queue(
@@ -289,7 +346,7 @@ def admit_queue(
       whether its prompt fits, so that one which only just fits never waits for ever.
     - A refused request may be overtaken, at most `max_overtaken` times: then it comes first and nobody passes it.
     - A veto is bounded: one that was first in line and refused for `max_veto_s` is admitted as soon as its prompt fits.
-    - `greedy` is vLLM's own rule, and there nobody overtakes.
+    - Without `may_overtake` nobody is admitted behind one that is refused.
 
     Raises:
         ConfigurationError: an unknown order.
@@ -322,7 +379,7 @@ def admit_queue(
             del num_overtaken[index]
             admitted.append(index)
             pool = pool.with_newcomer(candidate.newcomer)
-        elif index in first or policy is greedy:
+        elif index in first or not rules.may_overtake:
             break
         else:
             num_refused += 1

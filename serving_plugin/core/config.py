@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from serving_plugin.core.admit import ADMIT_ORDERS
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.core.place import DEFAULT_PINNED_BUDGET
 from serving_plugin.core.types import Role
 
 T = TypeVar("T")
@@ -59,9 +58,15 @@ class DispatchSettings:
     seed: int = 0
 
 
+OVERTAKING = ("by_policy", "always", "never")
+
+
 @dataclass(frozen=True, slots=True)
 class AdmitSettings:
     """When a decode instance admits a request, and how long it may wait.
+
+    `overtaking`: whether one that is refused may be passed: `always`, `never`, or `by_policy`, which is never under
+    greedy (vLLM's own rule) and always under the others.
 
     `order`: `arrival`, or `shortest_expected` (fewest expected output tokens first). A request is overtaken at most
     `max_overtaken` times. First in line and refused for `max_veto_s`, it is admitted as soon as its prompt fits. After
@@ -72,14 +77,16 @@ class AdmitSettings:
 
     policy: str = "reserve_dynamic"
     order: str = "arrival"
+    overtaking: str = "by_policy"
     max_veto_s: float = 30.0
     max_overtaken: int = 64
     relinquish_after_s: float = 5.0
     max_wait_s: float = 300.0
-    overflow_probability: float = 0.03
+    overflow_probability: float = 0.15
 
     def __post_init__(self) -> None:
         _require(self.order in ADMIT_ORDERS, "admit.order", self.order, " or ".join(ADMIT_ORDERS))
+        _require(self.overtaking in OVERTAKING, "admit.overtaking", self.overtaking, " or ".join(OVERTAKING))
         _require(self.max_veto_s > 0, "admit.max_veto_s", self.max_veto_s, "above 0 seconds")
         _require(self.max_overtaken >= 1, "admit.max_overtaken", self.max_overtaken, "1 or more")
         _require(self.relinquish_after_s > 0, "admit.relinquish_after_s", self.relinquish_after_s, "above 0 seconds")
@@ -90,6 +97,11 @@ class AdmitSettings:
             self.overflow_probability,
             "between 0 and 0.5",
         )
+
+    @property
+    def may_overtake(self) -> bool:
+        """Whether a refused request may be passed."""
+        return self.overtaking == "always" or (self.overtaking == "by_policy" and self.policy != "greedy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +167,7 @@ class TransferSettings:
     """
 
     link: str = "auto"
-    pinned_budget: float = DEFAULT_PINNED_BUDGET
+    pinned_budget: float = 0.5
 
     def __post_init__(self) -> None:
         _require(self.link in LINKS, "transfer.link", self.link, " or ".join(LINKS))

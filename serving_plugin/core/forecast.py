@@ -103,17 +103,19 @@ class LengthForecast:
 
     def survival(self, num_tokens: Sequence[int]) -> list[float]:
         """P(length > x) for each x of `num_tokens`, which rise: `probability_over` in one pass over the buckets."""
-        result, bucket, before = [], 0, 0.0  # `before`: probability of the buckets that end below x
-        edges, last = self.edges_tokens, len(self.probabilities)
+        result, bucket, over = [], 0, 1.0  # `over`: probability of the bucket in which x lies and of those after it
+        edges, shares, last = self.edges_tokens, self.probabilities, len(self.probabilities)
         for x in num_tokens:
-            while bucket < last and edges[bucket + 1] <= x + 1:
-                before += self.probabilities[bucket]
+            low = x + 1  # the shortest of the longer lengths
+            while bucket < last and edges[bucket + 1] <= low:
+                over -= shares[bucket]
                 bucket += 1
-            inside = 0.0
-            if bucket < last and x >= edges[bucket]:
-                low, high = edges[bucket], edges[bucket + 1]
-                inside = self.probabilities[bucket] * (x + 1 - low) / (high - low)
-            result.append(max(0.0, 1.0 - before - inside) if bucket < last else 0.0)
+            if bucket == last or over < 0.0:
+                result.append(0.0)
+            elif low <= edges[bucket]:
+                result.append(over)
+            else:
+                result.append(over - shares[bucket] * (low - edges[bucket]) / (edges[bucket + 1] - edges[bucket]))
         return result
 
     def is_heavy(self, over_tokens: int = HEAVY_DECODE_OVER_TOKENS) -> bool:

@@ -10,45 +10,26 @@ from typing import Protocol
 
 from serving_plugin.core.types import InstanceLoad, InstanceState, RequestInfo, Role
 
-DEFAULT_PINNED_BUDGET = 0.5
-
 
 class PlacePolicy(Protocol):
     """Returns the id of the instance that prefills `request`, or None when none may take it now."""
 
     def __call__(
-        self,
-        request: RequestInfo,
-        loads: Sequence[InstanceLoad],
-        sent_tokens: Mapping[str, int],
-        pinned_budget: float = DEFAULT_PINNED_BUDGET,
+        self, request: RequestInfo, loads: Sequence[InstanceLoad], sent_tokens: Mapping[str, int]
     ) -> str | None: ...
 
 
-def over_pinned_budget(load: InstanceLoad, pinned_budget: float) -> bool:
-    """Whether KV that waits to be pulled fills more than its share of the pool: then no new prefill may start."""
-    return load.num_pinned_blocks > pinned_budget * load.num_total_blocks
-
-
-def least_load(
-    request: RequestInfo,
-    loads: Sequence[InstanceLoad],
-    sent_tokens: Mapping[str, int],
-    pinned_budget: float = DEFAULT_PINNED_BUDGET,
-) -> str | None:
+def least_load(request: RequestInfo, loads: Sequence[InstanceLoad], sent_tokens: Mapping[str, int]) -> str | None:
     """The READY prefill instance within its pinned budget with fewest prompt tokens ahead; ties by id.
 
     Args:
         request: Not looked at: a prompt weighs the same wherever it goes.
         sent_tokens: Prompt tokens this gateway sent to each instance since the instance's last report.
-        pinned_budget: Share of the pool that KV waiting for decode instances may fill.
     """
     candidates = [
         load
         for load in loads
-        if load.role is Role.PREFILL
-        and load.state is InstanceState.READY
-        and not over_pinned_budget(load, pinned_budget)
+        if load.role is Role.PREFILL and load.state is InstanceState.READY and not load.is_over_pinned_budget
     ]
     if not candidates:
         return None

@@ -60,7 +60,8 @@ class InstanceLoad:
     """What an instance says of itself every report interval.
 
     Blocks are KV cache blocks of `block_size_tokens`. `num_vetoed_tokens` are prompt tokens of requests that wait for
-    admission. `num_free_blocks` includes blocks that only the prefix cache holds.
+    admission. `num_free_blocks` includes blocks that only the prefix cache holds. `is_over_pinned_budget`: a prefill
+    instance holds prompts back, since KV that waits to be pulled would fill more than its share of the pool.
     """
 
     id: str
@@ -81,6 +82,7 @@ class InstanceLoad:
     num_heavy_decodes: int
     num_light_decodes: int
     busy_fraction: float
+    is_over_pinned_budget: bool = False
 
     @property
     def num_active(self) -> int:

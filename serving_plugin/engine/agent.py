@@ -38,6 +38,7 @@ from serving_plugin.wire import (
     TransferReport,
     WireError,
     decode,
+    dispatch_ask,
     encode,
 )
 
@@ -168,22 +169,24 @@ class Agent:
             },
         }
 
-    def redispatch(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def redispatch(self, body: object) -> dict[str, Any]:
         """Another decode instance for a request that one has relinquished: `{"decode_id", "decode_url"}`, or nulls.
 
         `body`: "tetri", our decision of before, and "exclude", ids of instances that shall not have it.
+
+        Raises:
+            WireError: `body` is nothing of the kind.
         """
-        meta, exclude = body["tetri"], frozenset(map(str, body.get("exclude") or ()))
-        low_tokens, high_tokens = meta["length_range"]
+        ask = dispatch_ask(body)
         request = RequestInfo(
-            id=str(meta["request_id"]),
+            id=ask.request_id,
             arrival_s=unix_now_s(),
-            num_prompt_tokens=int(meta["num_prompt_tokens"]),
-            max_tokens=int(meta["max_tokens"]),
-            length_range=LengthRange(int(low_tokens), int(high_tokens)),
-            is_heavy_decode=bool(meta["is_heavy_decode"]),
+            num_prompt_tokens=ask.num_prompt_tokens,
+            max_tokens=ask.max_tokens,
+            length_range=LengthRange(*ask.length_range),
+            is_heavy_decode=ask.is_heavy_decode,
         )
-        decode_id, decode_url = self.dispatcher.choose(request, exclude) or (None, None)
+        decode_id, decode_url = self.dispatcher.choose(request, frozenset(ask.exclude)) or (None, None)
         return {"decode_id": decode_id, "decode_url": decode_url}
 
     def watch(self, request_id: str, may_relinquish: bool) -> QueueWatch:
@@ -387,7 +390,7 @@ def _why_undecided(request: RequestInfo, can_ever_fit: bool) -> str:
     )
 
 
-def _load_fields(snapshot: EngineSnapshot) -> dict[str, int]:
+def _load_fields(snapshot: EngineSnapshot) -> dict[str, Any]:
     return {
         name: getattr(snapshot, name)
         for name in EngineSnapshot.__dataclass_fields__

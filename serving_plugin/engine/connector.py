@@ -60,7 +60,7 @@ def _with_metadata(
     request: Request, delay_free: bool, params: dict[str, Any] | None
 ) -> tuple[bool, dict[str, Any] | None]:
     meta = (request.kv_transfer_params or {}).get("tetri")
-    if params is not None and meta is not None:
+    if params is not None and isinstance(meta, dict):
         params["tetri"] = {**meta, "num_prompt_tokens": request.num_prompt_tokens, "prefill_end_s": unix_now_s()}
     return delay_free, params
 

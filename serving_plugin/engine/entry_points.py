@@ -5,8 +5,15 @@ Both are entry points called `tetri`; `VLLM_PLUGINS=tetri` turns them on.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from serving_plugin.core.errors import BadRequestError, TetriError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,7 @@ class TetriEndpoint:
         self._agent: Any = None
         self._tokenizer: Any = None
         self._max_model_len = 0
+        self._is_allowed: Callable[[str | None], bool] = lambda authorization: False
 
     def attach_router(self, app: Any) -> None:
         """Add `/tetri/...` and the middleware; called before the state is initialised."""
@@ -54,13 +62,8 @@ class TetriEndpoint:
             max_model_len=lambda: self._max_model_len,
         )
 
-        @app.post(DISPATCH_PATH)
-        async def dispatch(body: dict[str, Any]) -> dict[str, Any]:
-            return self._agent.redispatch(body)
-
-        @app.post("/tetri/chunk")
-        async def chunk(body: dict[str, Any]) -> Any:
-            return await self._set_chunk_tokens(body)
+        app.add_route(DISPATCH_PATH, self._route(self._redispatch), methods=["POST"])
+        app.add_route("/tetri/chunk", self._route(self._set_chunk_tokens), methods=["POST"])
 
         @app.get("/tetri/instance")
         async def instance() -> dict[str, Any]:
@@ -81,6 +84,7 @@ class TetriEndpoint:
         from serving_plugin.engine.agent import Agent
         from serving_plugin.engine.settings import settings_of
 
+        self._is_allowed = key_check(api_keys(args))
         config = engine_client.vllm_config
         settings = settings_of(config)
         names = args.served_model_name or [args.model]
@@ -98,21 +102,73 @@ class TetriEndpoint:
         core = self._engine_client.engine_core
         return Withdrawal(await core.call_utility_async("tetri_withdraw", own_id, room_tokens))
 
-    async def _set_chunk_tokens(self, body: dict[str, Any]) -> Any:
-        """`POST /tetri/chunk {"chunk_tokens": N}`: from the next step on."""
-        from fastapi.responses import JSONResponse
+    def _route(self, answer: Callable[[object], Awaitable[dict[str, Any]]]) -> Callable[[Any], Awaitable[Any]]:
+        """A POST with a JSON body, for whoever may use the API; errors in OpenAI's shape."""
+        from starlette.responses import JSONResponse
 
+        from serving_plugin.engine.legs import error_body
+
+        async def endpoint(request: Any) -> JSONResponse:
+            if not self._is_allowed(request.headers.get("Authorization")):
+                return JSONResponse(error_body(401, "Unauthorized: the server has an API key (--api-key)"), 401)
+            try:
+                return JSONResponse(await answer(_json(await request.body())))
+            except TetriError as error:
+                return JSONResponse(error_body(error.http_status, str(error), error.param), error.http_status)
+
+        return endpoint
+
+    async def _redispatch(self, body: object) -> dict[str, Any]:
+        return self._agent.redispatch(body)
+
+    async def _set_chunk_tokens(self, body: object) -> dict[str, Any]:
+        """`POST /tetri/chunk {"chunk_tokens": N}`: from the next step on."""
+        if not isinstance(body, dict):
+            raise BadRequestError(f"the body is a JSON {type(body).__name__}, needs an object")
         chunk_tokens = body.get("chunk_tokens")
+        given = f"chunk_tokens={chunk_tokens!r:.60}"
         if type(chunk_tokens) is not int or chunk_tokens < 0:
-            message = f"chunk_tokens={chunk_tokens!r}: must be a whole number, 0 (vLLM's own limit) or more"
-            error = {"message": message, "type": "BadRequestError", "param": "chunk_tokens", "code": 400}
-            return JSONResponse({"error": error}, 400)
+            message = f"{given}: must be a whole number, 0 (vLLM's own limit) or more"
+            raise BadRequestError(message, param="chunk_tokens")
+        limit = self._engine_client.vllm_config.scheduler_config.max_num_batched_tokens
+        if chunk_tokens > limit:
+            message = f"{given}: over {limit} (--max-num-batched-tokens), the most that a step of this engine takes"
+            raise BadRequestError(message, param="chunk_tokens")
         core = self._engine_client.engine_core
         return {"chunk_tokens": await core.call_utility_async("tetri_set_chunk_tokens", chunk_tokens)}
 
     async def _inspect(self, what: str) -> dict[str, Any]:
         result: dict[str, Any] = await self._engine_client.engine_core.call_utility_async("tetri_inspect", what)
         return result
+
+
+def _json(raw: bytes) -> object:
+    try:
+        value: object = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from None
+    return value
+
+
+def api_keys(args: Any) -> list[str]:
+    """The keys that vLLM's own routes ask for, from where vLLM 0.32 takes them; empty: they are open."""
+    return [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
+
+
+def key_check(keys: Sequence[str]) -> Callable[[str | None], bool]:
+    """Whether an `Authorization` header carries one of `keys` as its bearer token, in a time that tells nothing."""
+    known = [_digest(key) for key in keys]
+
+    def is_allowed(authorization: str | None) -> bool:
+        scheme, _, token = (authorization or "").partition(" ")
+        equal = [hmac.compare_digest(_digest(token), digest) for digest in known]
+        return not known or (any(equal) and scheme.lower() == "bearer")
+
+    return is_allowed
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def kv_fingerprint(config: Any) -> str:

@@ -1,7 +1,8 @@
 """What an instance does with the legs that a gateway sends: an ASGI middleware around vLLM's own routes.
 
 A prefill leg starts the length predictor and the engine at once (parallel mode) or one after the other (sequential,
-TetriInfer 3.3.2), and its answer gets the dispatch decision. Other legs and plain requests pass through untouched.
+TetriInfer 3.3.2), and its answer gets the dispatch decision. Other legs and plain requests pass through unchanged, but
+for metadata that no gateway sends, which are refused here: the engine would have to make sense of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from serving_plugin.core.types import Role
 from serving_plugin.engine.agent import Agent
 from serving_plugin.engine.load_feed import unix_now_s
 from serving_plugin.predictor.conversation import Message, messages_of
-from serving_plugin.wire import COMPLETION_DEFAULT_MAX_TOKENS, LEG_HEADER, RELINQUISH_HEADER, REQUEST_ID_HEADER, Leg
+from serving_plugin.wire import (
+    COMPLETION_DEFAULT_MAX_TOKENS,
+    LEG_HEADER,
+    RELINQUISH_HEADER,
+    REQUEST_ID_HEADER,
+    Leg,
+    WireError,
+    prefill_ask,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +35,7 @@ Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 
 LEG_PATHS = ("/v1/completions", "/v1/chat/completions")
+END_TIMEOUT_S = 5.0  # for vLLM's route to end once its request is withdrawn
 
 
 class LegMiddleware:
@@ -44,7 +54,15 @@ class LegMiddleware:
         self._max_model_len = max_model_len
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in LEG_PATHS:
+            await self._app(scope, receive, send)
+            return
         leg = _leg_of(scope)
+        messages = await _read_messages(receive)
+        raw, receive = b"".join(message.get("body", b"") for message in messages), _replay(messages, receive)
+        if leg is not Leg.PREFILL and _has_odd_metadata(raw):
+            await _refuse(send, 400, "kv_transfer_params.tetri is no object; only a gateway sends one")
+            return
         if leg is None:
             await self._app(scope, receive, send)
             return
@@ -54,25 +72,28 @@ class LegMiddleware:
             return
         agent.num_legs[leg.value] += 1
         if leg is Leg.PREFILL:
-            await self._prefill(agent, scope, receive, send)
+            await self._prefill(agent, scope, raw, receive, send)
         else:
             await self._serve(agent, scope, receive, send)
 
     async def _serve(self, agent: Agent, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Run vLLM's route, and bound its wait in the engine's queue; nothing is sent before there is a body."""
-        held = _HeldStart(send)
         request_id = _header(scope, REQUEST_ID_HEADER)
-        serving = asyncio.ensure_future(self._app(scope, receive, held.send))
-        watching = asyncio.ensure_future(
-            agent.watch(request_id or "", _header(scope, RELINQUISH_HEADER) is not None).run(held.begun)
-        )
+        if request_id is None:  # nothing to withdraw it by
+            await self._app(scope, receive, send)
+            return
+        held, client = _HeldStart(send), _Client(receive)
+        serving = asyncio.ensure_future(self._app(scope, client.receive, held.send))
+        watch = agent.watch(request_id, _header(scope, RELINQUISH_HEADER) is not None)
+        watching = asyncio.ensure_future(watch.run(held.begun))
         try:
             await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
             if serving.done() or watching.result() is None:
                 await serving
                 return
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            held.is_closed = True
+            client.hang_up()
+            await _end(serving, held, request_id)
             name = agent.settings.instance_id
             if watching.result():
                 message = f"instance {name} has no room for the request, another decode instance has"
@@ -85,17 +106,18 @@ class LegMiddleware:
             watching.cancel()
             serving.cancel()
 
-    async def _prefill(self, agent: Agent, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        raw = await _read_body(receive)
-        body = _json_object(raw)
-        params = body.get("kv_transfer_params") if body else None
-        meta = params.get("tetri") if isinstance(params, dict) else None
-        if body is None or not isinstance(meta, dict) or "request_id" not in meta:
-            await _refuse(
-                send, 400, "a prefill leg needs kv_transfer_params.tetri.request_id; only a gateway sends one"
-            )
+    async def _prefill(
+        self, agent: Agent, scope: MutableMapping[str, Any], raw: bytes, receive: Receive, send: Send
+    ) -> None:
+        body = _json_object(raw) or {}
+        try:
+            request_id = prefill_ask(_metadata(body)).request_id
+        except WireError as error:
+            message = f"a prefill leg needs kv_transfer_params.tetri.request_id; only a gateway sends one ({error})"
+            await _refuse(send, 400, message)
             return
-        forecasting = asyncio.create_task(self._forecast(agent, str(meta["request_id"]), body))
+        forecasting = asyncio.create_task(self._forecast(agent, request_id, body))
+        forecasting.add_done_callback(_retrieve)
         loop = asyncio.get_running_loop()
         arrived_s, timeout_s = loop.time(), agent.settings.prediction.timeout_s
         loop.call_later(timeout_s, lambda: agent.breaker.observe(forecasting.done() and not forecasting.cancelled()))
@@ -104,13 +126,13 @@ class LegMiddleware:
             if agent.settings.prediction.mode == "sequential":
                 await asyncio.wait([forecasting], timeout=max(0.0, deadline_s - loop.time()))
             capture = _Capture()
-            await self._serve(agent, scope, _replay(raw, receive), capture.send)
+            await self._serve(agent, scope, receive, capture.send)
             if capture.status != 200:
                 await capture.pass_on(send)
                 return
             # Parallel mode: the forecast is usually here by now; late ones are replaced by history (never a hang).
             await asyncio.wait([forecasting], timeout=max(0.0, deadline_s - loop.time()))
-            forecast, forecast_ready_s = _result(forecasting, str(meta["request_id"]))
+            forecast, forecast_ready_s = _result(forecasting, request_id)
             answer = json.loads(capture.body)
             self._add_decision(agent, body, answer, forecast, forecast_ready_s)
             await capture.pass_on(send, json.dumps(answer).encode())
@@ -186,18 +208,70 @@ def _prompt_text(prompt: Any, decode_tokens: Callable[[list[int]], str]) -> str:
     return decode_tokens(prompt)
 
 
+async def _end(serving: asyncio.Future[None], held: _HeldStart, request_id: str) -> None:
+    """See the application out whose client is made to hang up.
+
+    vLLM's routes listen for that until their response starts: it is how their own task ends, and the request with it,
+    where cancelling the route would leave both behind (vLLM 0.32, `with_cancellation`). From the start on a route ends
+    when it is cancelled.
+    """
+    await asyncio.wait([serving, held.started], timeout=END_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    if held.started.done():
+        serving.cancel()
+        await asyncio.wait([serving], timeout=END_TIMEOUT_S)
+    serving.add_done_callback(_retrieve)
+    if not serving.done():
+        logger.warning("%s was withdrawn, and its route still runs %g s later", request_id, END_TIMEOUT_S)
+
+
+def _retrieve(ended: asyncio.Future[Any]) -> None:
+    """Look at the error of what nobody may be waiting for: asyncio would log it as one that nobody saw."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+class _Client:
+    """`receive` of the wrapped application: what its client sends, until we hang up in the client's place."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def hang_up(self) -> None:
+        """From now on the client is gone."""
+        self._hung_up.set_result(None)
+
+    async def receive(self) -> AsgiMessage:
+        """ASGI `receive`."""
+        receiving = asyncio.ensure_future(self._receive())
+        either: list[asyncio.Future[Any]] = [receiving, self._hung_up]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return receiving.result() if receiving.done() else {"type": "http.disconnect"}
+        finally:
+            receiving.cancel()
+
+
 class _HeldStart:
-    """Holds back the start of a response until its first bytes: till then the request can be sent elsewhere."""
+    """Holds back the start of a response until its first bytes: till then the request can be sent elsewhere.
+
+    Once it is closed, nothing goes out any more.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: AsgiMessage | None = None
+        self.is_closed = False
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     async def send(self, message: AsgiMessage) -> None:
         """ASGI `send` of the wrapped application."""
         if message["type"] == "http.response.start":
             self._start = message
+            if not self.started.done():
+                self.started.set_result(None)
+        if message["type"] == "http.response.start" or self.is_closed:
             return
         if not self.begun.done():
             self.begun.set_result(None)
@@ -232,8 +306,6 @@ class _Capture:
 
 
 def _leg_of(scope: Mapping[str, Any]) -> Leg | None:
-    if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in LEG_PATHS:
-        return None
     value = _header(scope, LEG_HEADER)
     return Leg(value) if value in tuple(Leg) else None
 
@@ -246,27 +318,20 @@ def _header(scope: Mapping[str, Any], name: str) -> str | None:
     return None
 
 
-async def _read_body(receive: Receive) -> bytes:
-    chunks: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b"".join(chunks)
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+async def _read_messages(receive: Receive) -> list[AsgiMessage]:
+    """The messages of a whole body, or those before a disconnect, and that."""
+    messages = [await receive()]
+    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages
 
 
-def _replay(raw: bytes, receive: Receive) -> Receive:
-    """`receive` that gives the body once more, then whatever comes (a disconnect)."""
-    given = False
+def _replay(messages: list[AsgiMessage], receive: Receive) -> Receive:
+    """`receive` that gives `messages` once more, then whatever comes (a disconnect)."""
+    left = iter(messages)
 
     async def replaying() -> AsgiMessage:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": raw, "more_body": False}
-        return await receive()
+        return next(left, None) or await receive()
 
     return replaying
 
@@ -274,18 +339,34 @@ def _replay(raw: bytes, receive: Receive) -> Receive:
 def _json_object(raw: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-_ERROR_TYPES = {400: "BadRequestError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
+def _metadata(body: Mapping[str, Any]) -> Any:
+    params = body.get("kv_transfer_params")
+    return params.get("tetri") if isinstance(params, dict) else None
+
+
+def _has_odd_metadata(raw: bytes) -> bool:
+    """Whether there is a "tetri" part that is no object; only a body that names one is parsed for that."""
+    if b'"tetri"' not in raw:
+        return False
+    meta = _metadata(_json_object(raw) or {})
+    return meta is not None and not isinstance(meta, dict)
+
+
+_ERROR_TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """One error in OpenAI's shape, as vLLM 0.32 fills it."""
+    return {"error": {"message": message, "type": _ERROR_TYPES[status], "param": param, "code": status}}
 
 
 async def _refuse(send: Send, status: int, message: str, more_headers: Mapping[str, str] | None = None) -> None:
-    kind = _ERROR_TYPES[status]
-    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    body = json.dumps(error).encode()
+    body = json.dumps(error_body(status, message)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in (more_headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -50,6 +50,7 @@ class EngineSnapshot:
     num_light_decodes: int = 0
     prefill_busy_s: float = 0.0
     decode_busy: float = 0.0
+    is_over_pinned_budget: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ Only what has no block yet and has sent nothing can be withdrawn: EngineCore ans
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from serving_plugin.core.config import AdmitSettings
+
+logger = logging.getLogger(__name__)
 
 RECHECK_S = 0.5
 
@@ -21,7 +24,8 @@ class Withdrawal(StrEnum):
 
     DONE = "done"
     WAITS_ON = "waits_on"  # the room offered is too small for it, or it is another one's turn
-    NOT_WAITING = "not_waiting"  # admitted, finished or never seen
+    NOT_WAITING = "not_waiting"  # admitted
+    UNKNOWN = "unknown"  # the engine has not seen it yet, or it is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,15 @@ class QueueWatch:
     async def run(self, answered: asyncio.Future[object] | asyncio.Task[object]) -> bool | None:
         """Watch until `answered` is done, or the request was admitted: None.
 
-        True: it was relinquished; False: it waited for `max_wait_s` and was taken out for good.
+        True: it was relinquished; False: it waited for `max_wait_s` and was taken out for good. While the engine cannot
+        be asked (vLLM refuses it while it drains), the request waits on.
         """
         clock = asyncio.get_running_loop().time
         started_s = clock()
         pause_s = self.admit.max_wait_s
         if self.may_relinquish:
             pause_s = min(pause_s, self.admit.relinquish_after_s)
+        has_failed = False
         while True:
             await asyncio.wait([answered], timeout=pause_s)
             if answered.done():
@@ -57,7 +63,12 @@ class QueueWatch:
             room_tokens = self.room_elsewhere_tokens() if self.may_relinquish and not is_over else None
             if not is_over and room_tokens is None:
                 continue
-            result = await self.withdraw(room_tokens)
+            try:
+                result = await self.withdraw(room_tokens)
+            except Exception as error:
+                if not has_failed:
+                    logger.warning("the engine does not say whether a request still waits (%s): it waits on", error)
+                has_failed, result = True, Withdrawal.WAITS_ON
             if result is Withdrawal.DONE:
                 return not is_over
             if result is Withdrawal.NOT_WAITING:

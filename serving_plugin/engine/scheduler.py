@@ -42,10 +42,12 @@ else:
 
 
 JUDGE_EVERY_STEPS = 8
+MAX_CACHE_LOOKUPS = 64  # prefix lookups per judgement of a queue; who stands further behind is judged without
 # A snapshot is shipped every report interval; one that is a quarter of it old is as good as new.
 PUBLISH_INTERVAL_SHARE = 0.25
 # Requests in these states hold no block: nothing has been computed or loaded for them.
 _UNTOUCHED = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+_WAITING = (*_UNTOUCHED, RequestStatus.PREEMPTED)
 
 
 class TetriSchedulerMixin(_SchedulerBase):
@@ -74,6 +76,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         self._recomputing: dict[str, int] = {}  # preempted: tokens whose KV cache was lost
         self._must_judge = True
         self._num_steps_unjudged = 0
+        self._is_held_back = False  # the next prompt would go over the pinned budget
         self._prefill_busy_s = 0.0
         self._busy_until_s = 0.0
         # Start of each step under way, None without prompt tokens.
@@ -119,6 +122,7 @@ class TetriSchedulerMixin(_SchedulerBase):
             self.max_num_scheduled_tokens = self._step_token_budget(())
             output = super().schedule(*args, **kwargs)  # preempted requests join the queue, which is empty
             self._must_judge |= bool(self.waiting)
+            self._is_held_back = False
             self._after_schedule(output, ())
             return output
         waiting = list(full)
@@ -133,6 +137,8 @@ class TetriSchedulerMixin(_SchedulerBase):
             if offered or left:
                 _restore(full, waiting, offered, list(left))
         self._must_judge |= bool(left)  # offered and not taken, or preempted
+        if offered and self.tetri_role is Role.DECODE:
+            self._note_overtaken(offered)
         self._after_schedule(output, offered)
         return output
 
@@ -150,7 +156,7 @@ class TetriSchedulerMixin(_SchedulerBase):
     def add_request(self, request: Request) -> None:
         """Follow the request from here; its forecast comes with its `kv_transfer_params`."""
         if request.request_id not in self.requests:
-            meta = (request.kv_transfer_params or {}).get("tetri") or {}
+            meta = _metadata(request) or {}
             self.tetri_tracker.add(
                 request.request_id,
                 str(meta.get("request_id", request.request_id)),
@@ -245,7 +251,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         returning = [request for request in waiting if request.status == RequestStatus.PREEMPTED]
         fresh = [request for request in waiting if request.status != RequestStatus.PREEMPTED] if returning else waiting
         if self.tetri_role is Role.PREFILL:
-            return returning + self._within_pinned_budget(self._ordered(fresh))
+            return returning + self._within_pinned_budget(self._ordered(fresh), returning)
         self._num_steps_unjudged += 1
         if not self._must_judge and self._num_steps_unjudged < JUDGE_EVERY_STEPS:
             return returning
@@ -255,22 +261,26 @@ class TetriSchedulerMixin(_SchedulerBase):
         self._must_judge, self._num_steps_unjudged = False, 0
         return returning + self._admissible(fresh, returning, num_seats)
 
-    def _within_pinned_budget(self, ordered: list[Request]) -> list[Request]:
-        """Those whose KV cache, waiting to be pulled, stays within its share of the pool; one alone is always taken."""
+    def _within_pinned_budget(self, ordered: list[Request], returning: list[Request]) -> list[Request]:
+        """Those whose KV cache, waiting to be pulled, stays within its share of the pool; one alone is always taken.
+
+        Behind the first that is held back only requests that nobody will pull are taken.
+        """
         pool = self.kv_cache_manager.block_pool
         budget = int(self.tetri_settings.transfer.pinned_budget * (pool.num_gpu_blocks - 1))
         num_blocks_ahead = self._num_pinned_blocks() + sum(
             num_blocks(request.num_prompt_tokens, self.block_size)
-            for request in (*self.running, *self.kv_holding_waiting)
+            for request in (*self.running, *self.kv_holding_waiting, *returning)
             if _is_held_for_peer(request)
         )
         within: list[Request] = []
+        self._is_held_back = False
         for request in ordered:
             own = num_blocks(request.num_tokens, self.block_size) if _is_held_for_peer(request) else 0
-            if num_blocks_ahead and num_blocks_ahead + own > budget:
-                break
-            num_blocks_ahead += own
-            within.append(request)
+            self._is_held_back |= bool(own and num_blocks_ahead and num_blocks_ahead + own > budget)
+            if not (own and self._is_held_back):
+                num_blocks_ahead += own
+                within.append(request)
         return within
 
     def _num_pinned_blocks(self) -> int:
@@ -327,34 +337,41 @@ class TetriSchedulerMixin(_SchedulerBase):
         # Unknown to us (a streaming session's continuation): vLLM's own rule.
         unknown = [request for request, tracked in zip(fresh, known, strict=True) if tracked is None]
         queue = [(request, tracked) for request, tracked in zip(fresh, known, strict=True) if tracked is not None]
+        queue.sort(key=lambda pair: pair[1].queued_since_s)  # one that another instance gave back keeps its place
         candidates = [
             Candidate(
                 Newcomer(
                     request.num_prompt_tokens,
                     tracked.length_range,
-                    self._num_cached_blocks(request),
+                    self._num_cached_blocks(request) if position < MAX_CACHE_LOOKUPS else 0,
                     tracked.forecast,
                 ),
                 tracked.expected_tokens,
                 tracked.num_overtaken,
                 0.0 if tracked.vetoed_since_s is None else now_s - tracked.vetoed_since_s,
             )
-            for request, tracked in queue
+            for position, (request, tracked) in enumerate(queue)
         ]
-        rules = QueueRules(num_seats, admit.order, admit.max_veto_s, admit.max_overtaken)
+        rules = QueueRules(num_seats, admit.order, admit.max_veto_s, admit.max_overtaken, admit.may_overtake)
         admitted, _ = admit_queue(candidates, pool, self._admit, rules)
-        self._note_refusals([tracked for _, tracked in queue], admitted, num_seats, now_s)
+        refused = frozenset(range(len(queue))).difference(admitted)
+        if refused and len(admitted) < num_seats:
+            first = queue[min(refused)][1]
+            first.vetoed_since_s = first.vetoed_since_s or now_s
         return unknown + [queue[index][0] for index in admitted]
 
-    def _note_refusals(self, queue: list[Tracked], admitted: list[int], num_seats: int, now_s: float) -> None:
-        """Who is overtaken, and who is first in line and vetoed."""
-        taken = frozenset(admitted)
-        refused = [index for index in range(len(queue)) if index not in taken]
-        for index in refused:
-            queue[index].num_overtaken += sum(later > index for later in admitted)
-        if refused and len(admitted) < num_seats:
-            first = queue[refused[0]]
-            first.vetoed_since_s = first.vetoed_since_s or now_s
+    def _note_overtaken(self, offered: Sequence[Request]) -> None:
+        """Whoever still waits and came before one that vLLM has taken was overtaken by it; a preempted one's return is
+        no second time.
+        """
+        taken = [self.tetri_tracker.get(request.request_id) for request in offered if request.status not in _WAITING]
+        came_s = [tracked.queued_since_s for tracked in taken if tracked is not None and tracked.admitted_s is None]
+        if not came_s or not self.waiting:
+            return
+        for request in self.waiting:
+            tracked = self.tetri_tracker.get(request.request_id)
+            if tracked is not None and request.status in _UNTOUCHED:
+                tracked.num_overtaken += sum(tracked.queued_since_s < other_s for other_s in came_s)
 
     def _newcomer_again(self, request: Request) -> Newcomer:
         """A preempted request: what it has put out counts as prompt, its range from there."""
@@ -488,6 +505,7 @@ class TetriSchedulerMixin(_SchedulerBase):
                 num_total_blocks=num_total,
                 num_free_blocks=num_free,
                 num_pinned_blocks=self._num_pinned_blocks(),
+                is_over_pinned_budget=self._is_held_back and bool(self.waiting),
                 block_size_tokens=self.block_size,
                 num_heavy_decodes=heavy,
                 num_light_decodes=max(0, num_active + len(self.waiting) - heavy),
@@ -507,7 +525,9 @@ class TetriSchedulerMixin(_SchedulerBase):
         ids = self.tetri_tracker.engine_ids(own_id)
         requests = [self.requests[id] for id in ids if id in self.requests]
         untouched = {request.request_id for request in self.waiting if request.status in _UNTOUCHED}
-        if not requests or not untouched.issuperset(ids):
+        if not requests:
+            return Withdrawal.UNKNOWN
+        if not untouched.issuperset(ids):
             return Withdrawal.NOT_WAITING
         if room_tokens is not None:
             found = [(request, self.tetri_tracker.get(request.request_id)) for request in requests]
@@ -575,8 +595,14 @@ def _restore(full: Any, waiting: list[Request], offered: list[Request], left: li
     full.extend(preempted + kept)
 
 
+def _metadata(request: Request) -> dict[str, Any] | None:
+    """Our part of the request's transfer parameters."""
+    meta = (request.kv_transfer_params or {}).get("tetri")
+    return meta if isinstance(meta, dict) else None
+
+
 def _mark_first_scheduled(request: Request, tracked: Tracked, now_s: float) -> None:
     tracked.first_scheduled_s = now_s
-    meta = (request.kv_transfer_params or {}).get("tetri")
+    meta = _metadata(request)
     if meta is not None:  # mutable and per request: it travels to `request_finished` and so into the response
         meta["prefill_start_s"] = now_s

@@ -5,6 +5,7 @@ No vLLM import: the scheduler hands over plain values, so the tracker is tested 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any
 
 from serving_plugin.core.config import ForecastSettings
 from serving_plugin.core.forecast import LengthForecast, LengthRange, history_forecast, refresh_range
+
+logger = logging.getLogger(__name__)
 
 MAX_FINISHED = 1024
 
@@ -23,6 +26,7 @@ class Tracked:
 
     `vetoed_since_s`: when it was first in line and refused for lack of memory, None if that has not happened.
     `num_overtaken`: later arrivals that were admitted before it. `expected_tokens`: mean of its forecast.
+    `queued_since_s`: when a gateway first sent it to a decode instance, this one or one that gave it back.
     """
 
     request_id: str
@@ -35,6 +39,7 @@ class Tracked:
     is_remote_prefill: bool
     arrived_s: float
     expected_tokens: float = 0.0
+    queued_since_s: float = 0.0
     num_overtaken: int = 0
     vetoed_since_s: float | None = None
     admitted_s: float | None = None
@@ -66,7 +71,25 @@ class RequestTracker:
         meta: Mapping[str, Any],
         now_s: float,
     ) -> Tracked:
-        """Start to follow a request; `meta` is the "tetri" part of its `kv_transfer_params`, empty for a plain one."""
+        """Start to follow a request; `meta` is the "tetri" part of its `kv_transfer_params`, empty for a plain one.
+
+        Metadata that make no sense (no gateway sends such) are dropped: a bad request must not end the engine.
+        """
+        try:
+            return self._add(engine_id, own_id, num_prompt_tokens, max_tokens, meta, now_s)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            logger.warning("request %s: its metadata are unusable (%r); history is used", own_id, error)
+            return self._add(engine_id, own_id, num_prompt_tokens, max_tokens, {}, now_s)
+
+    def _add(
+        self,
+        engine_id: str,
+        own_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        meta: Mapping[str, Any],
+        now_s: float,
+    ) -> Tracked:
         forecast, source = self._forecast(meta, max_tokens)
         # A range that was decided with a forecast, whatever its source, is in force here as it was at dispatch.
         bounds = meta.get("length_range") if meta.get("forecast") is not None else None
@@ -85,6 +108,7 @@ class RequestTracker:
             is_remote_prefill="decode_id" in meta,
             arrived_s=now_s,
             expected_tokens=forecast.mean_tokens(),
+            queued_since_s=_moment(meta.get("queued_since_s"), now_s),
         )
         self._live[engine_id] = tracked
         self.num_heavy_decodes += tracked.is_heavy_decode
@@ -170,3 +194,8 @@ def _as_json(tracked: Tracked) -> dict[str, Any]:
         "transfer_end_s": tracked.transfer_end_s,
         "finished_s": tracked.finished_s,
     }
+
+
+def _moment(value: object, now_s: float) -> float:
+    """`value` as unix seconds, if it is a moment that has been."""
+    return float(value) if isinstance(value, (int, float)) and 0 < value < now_s else now_s

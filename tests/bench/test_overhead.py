@@ -65,7 +65,7 @@ def test_the_whole_batch_is_admitted_and_the_queue_is_vetoed_until_the_end(exten
 
 def test_a_policy_is_measured_without_a_queue_once() -> None:
     found = cases(FULL)
-    assert len(found) == len(set(found)) == 3 * (3 + 2) + 2
+    assert len(found) == len(set(found)) == 3 * (3 + 2 + 2) + 2
     assert {case.policy for case in found if case.condition == NO_QUEUE} == {"reserve_dynamic"}
     assert {case.policy for case in found if case.condition in (VETOED, ARRIVING)} == set(FULL.policies)
 

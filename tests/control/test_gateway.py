@@ -290,12 +290,15 @@ async def test_what_a_decode_instance_gives_back_goes_to_another_without_a_secon
     assert (kinds(p0), kinds(d0), kinds(d1)) == (["prefill"], ["decode"], ["decode"])
     assert d1.legs[0].body == d0.legs[0].body and d1.legs[0].body["seed"] == 1, "P's word on the KV cache, verbatim"
     (asked,) = p0.redispatched
-    assert asked == {"tetri": d0.legs[0].body["kv_transfer_params"]["tetri"], "exclude": ["d0"]}
+    told = d0.legs[0].body["kv_transfer_params"]["tetri"]
+    since_s = told.pop("queued_since_s")
+    assert asked == {"tetri": told, "exclude": ["d0"]}
     assert asked["tetri"]["request_id"] == "mine"
     assert [leg.headers["Authorization"] for leg in (*p0.legs, *d0.legs, *d1.legs)] == ["Bearer k"] * 3
     record = cluster.record()
     assert (record.outcome, record.error) == (Outcome.OK, None)
     assert (record.prefill_instance, record.decode_instance) == ("p0", "d1")
+    assert record.prefill_end_s <= since_s <= record.last_token_s, "of the first of both: it keeps its place"
     assert await relinquished(cluster) == {"d0": 1.0}
 
 
@@ -401,6 +404,8 @@ async def test_an_instance_that_failed_the_request_is_not_bound_again(cluster):
 
     d0.answer, p0.answer = fail, dispatch
     assert (await cluster.complete())[0] == 200
+    (told,) = {leg.body["kv_transfer_params"]["tetri"]["queued_since_s"] for leg in (*d0.legs, *d1.legs)}
+    assert told <= cluster.record().prefill_end_s, "also of both tries"
     assert [body["exclude"] for body in p0.redispatched] == [["d1", "d0"]]
     assert (kinds(d0), kinds(d1), await relinquished(cluster)) == (["decode"], ["decode"] * 2, {"d1": 1.0})
 
@@ -512,11 +517,11 @@ async def test_every_p_over_its_pinned_budget_is_429_after_a_bounded_wait(bare):
     await bare.start(place_wait_s=0.1)
     p0 = await bare.add("p0", Role.PREFILL)
     await bare.add("d0", Role.DECODE)
-    p0.load = make_load("p0", num_pinned_blocks=51, sequence=p0.load.sequence)
-    await bare.until(lambda: bare.gateway.monitor.loads(Role.PREFILL)[0].num_pinned_blocks == 51)
+    p0.load = make_load("p0", is_over_pinned_budget=True, sequence=p0.load.sequence)
+    await bare.until(lambda: bare.gateway.monitor.loads(Role.PREFILL)[0].is_over_pinned_budget)
     assert (await bare.complete())[0] == 429
     waiting = asyncio.create_task(bare.complete())
-    p0.load = dataclasses.replace(p0.load, num_pinned_blocks=0)
+    p0.load = dataclasses.replace(p0.load, is_over_pinned_budget=False)
     assert (await waiting)[0] == 200
 
 

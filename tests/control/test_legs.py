@@ -74,15 +74,17 @@ def test_the_prefill_leg_of_a_chat():
     assert "tool_choice" not in prefill_body({"messages": []}, True, "r1", 0.0)
 
 
-def test_the_decode_leg_is_the_clients_body_with_ps_answer_verbatim():
+def test_the_decode_leg_is_the_clients_body_with_ps_answer_and_since_when_it_queues():
     params = {"remote_host": "h", "tetri": {"decode_id": "d0"}}
-    assert decode_body(FULL, params) == {**FULL, "kv_transfer_params": params}
+    sent = {"remote_host": "h", "tetri": {"decode_id": "d0", "queued_since_s": 12.5}}
+    assert decode_body(FULL, params, 12.5) == {**FULL, "kv_transfer_params": sent}
+    assert params["tetri"] == {"decode_id": "d0"}
 
 
 def test_bodies_are_not_changed_in_place():
     body = {**FULL, "kv_transfer_params": {}, "vllm_xargs": {"tetri_x": 1, "mine": 2}}
     before = json.dumps(body)
-    prefill_body(decode_body(strip_client_body(body), {}), False, "r", 0.0)
+    prefill_body(decode_body(strip_client_body(body), {"tetri": {}}, 1.0), False, "r", 0.0)
     assert json.dumps(body) == before
 
 

@@ -79,30 +79,55 @@ def share_alive(q, out, tokens):
     return sum(p for length, p in lengths.items() if length > out + tokens) / over
 
 
-def horizons(pool):
-    end = pool.block_size_tokens
-    for q in pool.active:
-        end = max(end, q.forecast.edges_tokens[-1] if q.forecast else q.length_range.high_tokens)
-    moments, moment = {1, end}, pool.block_size_tokens
-    while moment < end:
-        moments.add(moment)
-        moment += max(1, moment // 2)
-    return sorted(moments)
+def intervals(block_size_tokens, end):
+    """(begin, end] in tokens from now, up to `end` tokens: one block, two, three, then each half as far again."""
+    blocks = [0, 1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 94, 141, 211]  # far enough for what tests do
+    cuts = [n * block_size_tokens for n in blocks]
+    assert cuts[-1] >= end
+    return [(begin, stop) for begin, stop in zip(cuts, cuts[1:], strict=False) if begin < end]
+
+
+def longest(q, out):
+    """The longest that the forecast gives any room for, or the end of the bucket that follows it."""
+    edges = q.forecast.edges_tokens if q.forecast else (q.length_range.low_tokens, q.length_range.high_tokens)
+    high, width = edges[-1], edges[-1] - edges[-2]
+    while high <= out + 1:
+        high += width
+    return high - 1
 
 
 def expected_needs(new, pool):
-    """Blocks that are needed at each horizon, but for a probability of `overflow_probability`."""
+    """Blocks that are needed in each interval, but for a probability of `overflow_probability`; never over their sum."""
     z = NormalDist().inv_cdf(1 - pool.overflow_probability)
+    size = pool.block_size_tokens
+    batch = [(q, q.num_output_tokens) for q in pool.active] + [(new, 0)]
     needs = []
-    for t in horizons(pool):
-        terms = [
-            (share_alive(q, q.num_output_tokens, t), q.num_prompt_tokens + q.num_output_tokens + t) for q in pool.active
-        ]
-        terms.append((share_alive(new, 0, t), new.num_prompt_tokens + t))
-        blocks = [(share, num_blocks(tokens, pool.block_size_tokens)) for share, tokens in terms]
-        mean = sum(share * b for share, b in blocks)
-        needs.append(mean + z * sqrt(sum(max(0.0, share * (1 - share)) * b * b for share, b in blocks)))
+    for begin, end in intervals(size, max(longest(q, out) - out for q, out in batch)):
+        mean = variance = most = 0
+        for q, out in batch:
+            share = share_alive(q, out, begin)
+            if share < 1e-9:
+                continue
+            blocks = num_blocks(q.num_prompt_tokens + min(out + end, longest(q, out)), size)
+            mean += share * blocks
+            variance += share * max(0.0, 1 - share) * blocks * blocks
+            most += blocks
+        needs.append(min(mean + z * sqrt(variance), most))
     return needs
+
+
+def mean_needs(new, pool):
+    """Mean of the blocks in use when so many tokens more have been put out, for every number of them."""
+    size = pool.block_size_tokens
+    batch = [(q, q.num_output_tokens) for q in pool.active] + [(new, 0)]
+    return [
+        sum(
+            # To put out the t-th token from now a reply must be longer than t - 1.
+            share_alive(q, out, t - 1) * num_blocks(q.num_prompt_tokens + out + t, size)
+            for q, out in batch
+        )
+        for t in range(1, max(longest(q, out) - out for q, out in batch) + 1)
+    ]
 
 
 def slow_expected(new, pool):

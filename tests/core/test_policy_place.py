@@ -21,19 +21,13 @@ P = Role.PREFILL
         ([load("a", P, state=InstanceState.DRAINING), load("b", P, num_waiting_prompt_tokens=999)], {}, "b"),
         ([load("a", P, state=InstanceState.LOST)], {}, None),
         ([load("a", P, state=InstanceState.STARTING)], {}, None),
-        ([load("a", P, num_pinned_blocks=51), load("b", P, num_waiting_prompt_tokens=999)], {}, "b"),
-        ([load("a", P, num_pinned_blocks=50)], {}, "a"),
-        ([load("a", P, num_pinned_blocks=51), load("b", P, num_pinned_blocks=100)], {}, None),
+        ([load("a", P, is_over_pinned_budget=True), load("b", P, num_waiting_prompt_tokens=999)], {}, "b"),
+        ([load("a", P, num_pinned_blocks=99)], {}, "a"),  # the instance itself knows its budget
+        ([load("a", P, is_over_pinned_budget=True), load("b", P, is_over_pinned_budget=True)], {}, None),
     ],
 )
 def test_least_load(loads, sent, expected):
     assert least_load(request(), loads, sent) == expected
-
-
-def test_the_pinned_budget_is_a_setting():
-    loads = [load("a", P, num_pinned_blocks=51)]
-    assert least_load(request(), loads, {}, pinned_budget=0.51) == "a"
-    assert least_load(request(), loads, {}, pinned_budget=0.5) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6), st.randoms())

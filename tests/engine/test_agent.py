@@ -305,6 +305,9 @@ async def test_a_request_that_fits_says_so(make_agent: Callable[..., Any]) -> No
     assert (decision["decode_id"], decision["can_ever_fit"], decision["error"]) == ("d0", True, None)
 
 
+NOT_DONE = [result for result in Withdrawal if result is not Withdrawal.DONE]
+
+
 class Clock:
     """Stands in for the agent's `time` module."""
 
@@ -372,7 +375,7 @@ async def test_the_end_of_a_wait_needs_no_turn(make_agent: Callable[..., Any], m
     assert engine.asked == [("a", None), ("b", None), ("c", 100)]
 
 
-@pytest.mark.parametrize("result", [Withdrawal.WAITS_ON, Withdrawal.NOT_WAITING, RuntimeError("engine is gone")])
+@pytest.mark.parametrize("result", [*NOT_DONE, RuntimeError("engine is gone")])
 async def test_a_request_that_is_not_relinquished_takes_no_turn_from_others(
     result: Withdrawal | Exception, make_agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 from fake_clock import now_s, run
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from serving_plugin.core.config import AdmitSettings, InstanceSettings, PredictionSettings
 from serving_plugin.core.forecast import LengthForecast
 from serving_plugin.core.types import Role
 from serving_plugin.engine.breaker import MAX_LATE_IN_A_ROW, ForecastBreaker
-from serving_plugin.engine.legs import LegMiddleware, conversation_of
+from serving_plugin.engine.legs import END_TIMEOUT_S, LegMiddleware, conversation_of
 from serving_plugin.engine.queue_watch import QueueWatch, Withdrawal
 from serving_plugin.predictor.conversation import Message
 
@@ -46,6 +52,8 @@ class StandInAgent:
         self.is_waiting = True
         self.room_tokens: int | None = None
         self.withdrawn: list[tuple[str, int | None]] = []
+        self.forecast_error: Exception | None = None
+        self.withdraw_error: Exception | None = None
 
     async def predict(self, request_id: str, messages: Sequence[Message]) -> LengthForecast:
         self.num_predicting += 1
@@ -53,12 +61,16 @@ class StandInAgent:
             await asyncio.sleep(self.delay_s)
         finally:
             self.num_predicting -= 1
+        if self.forecast_error is not None:
+            raise self.forecast_error
         self.events.append(f"forecast of {messages[-1].content}")
         return FORECAST
 
     def watch(self, request_id: str, may_relinquish: bool) -> QueueWatch:
         async def withdraw(room_tokens: int | None) -> Withdrawal:
             self.withdrawn.append((request_id, room_tokens))
+            if self.withdraw_error is not None:
+                raise self.withdraw_error
             return Withdrawal.DONE if self.is_waiting else Withdrawal.NOT_WAITING
 
         return QueueWatch(self.settings.admit, may_relinquish, lambda: self.room_tokens, withdraw)
@@ -171,12 +183,49 @@ async def test_a_decode_instance_refuses_prefill_legs() -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"[]", b"{", b'{"kv_transfer_params": {"tetri": 3}}', b'{"kv_transfer_params": [1]}', b'{"prompt": "a"}'],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"[" * 200_000,
+        b'{"kv_transfer_params": {"tetri": 3}}',
+        b'{"kv_transfer_params": [1]}',
+        b'{"prompt": "a"}',
+        b'{"kv_transfer_params": {"tetri": {"request_id": "r1", "max_tokens": "x"}}}',
+        b'{"kv_transfer_params": {"tetri": {"request_id": "r1", "arrival_s": 1e999}}}',
+    ],
 )
 async def test_a_prefill_leg_without_metadata_is_refused(raw: bytes) -> None:
-    status, answer = await call(StandInAgent(), None, "prefill", raw=raw)
+    agent = StandInAgent()
+    status, answer = await call(agent, None, "prefill", raw=raw)
     assert status == 400
     assert "request_id" in answer["error"]["message"]
+    assert agent.events == [], "before anything is computed for it"
+
+
+@pytest.mark.parametrize("leg", ["decode", "whole", None])
+@pytest.mark.parametrize("tetri", [1, [1], "x", True])
+async def test_metadata_that_are_no_object_never_reach_the_engine(leg: str | None, tetri: Any) -> None:
+    agent = StandInAgent(Role.DECODE)
+    status, answer = await call(agent, {"prompt": "a", "kv_transfer_params": {"tetri": tetri}}, leg)
+    assert (status, answer["error"]["type"], agent.events) == (400, "BadRequestError", [])
+    assert "kv_transfer_params.tetri is no object" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("leg", ["decode", "whole", None])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": 'say "tetri"'},
+        {"prompt": "a", "kv_transfer_params": {"tetri": META}},
+        {"prompt": "a", "kv_transfer_params": {"tetri": None}},
+        {"prompt": "a", "tetri": 3},
+        {"prompt": "a", "kv_transfer_params": "tetri"},
+    ],
+)
+async def test_what_vllm_itself_judges_is_left_to_it(leg: str | None, body: Any) -> None:
+    status, answer = await call(StandInAgent(Role.DECODE), body, leg)
+    assert (status, answer["got"]) == (200, body)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +259,20 @@ class Exchange:
     """One leg through the middleware; `sent` and `sent_s` are what the client got, and when."""
 
     def __init__(
-        self, agent: StandInAgent, app: Any, leg: str = "decode", more_headers: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        agent: StandInAgent,
+        app: Any,
+        leg: str = "decode",
+        more_headers: Sequence[tuple[bytes, bytes]] = (),
+        asgi: str = "2.3",
     ) -> None:
         self.sent: list[Any] = []
         self.sent_s: list[float] = []
         self.disconnected = asyncio.Event()
         self._has_body = True
         headers = [(b"X-Tetri-Leg", leg.encode()), (b"X-Request-Id", b"r1"), *more_headers]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        scope["asgi"] = {"spec_version": asgi}
         middleware = LegMiddleware(app, lambda: agent, str, lambda: 100)  # type: ignore[arg-type, return-value]
         self.task = asyncio.ensure_future(middleware(scope, self._receive, self._send))
 
@@ -243,20 +298,43 @@ class Exchange:
         return json.loads(self.sent[1]["body"])["error"]  # type: ignore[no-any-return]
 
 
+async def waiting(events: list[str]) -> None:
+    """A request in the engine's queue, for ever; its end takes a second."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(1)
+        events.append("application ended")
+
+
 def queueing(events: list[str], starts: bool = True) -> Any:
-    """An application whose request waits in the engine's queue for ever; its end takes a second."""
+    """An application that streams (its headers go out before its first token) or answers as vLLM's routes do."""
 
     async def app(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
         await receive()
-        if starts:  # a stream's headers go out before its first token
+        if starts:
             await send(START)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(1)
-            events.append("application ended")
+            await waiting(events)
+        await with_cancellation(waiting(events), receive)
+        await send(START)
+        await send({"type": "http.response.body", "body": b"null"})
 
     return app
+
+
+async def with_cancellation(handling: Coroutine[Any, Any, Any], receive: Callable[[], Any]) -> Any:
+    """vLLM 0.32's decorator of that name, line by line: cancelled itself, it leaves `handling` running."""
+
+    async def listen_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    handler_task = asyncio.create_task(handling)
+    cancellation_task = asyncio.create_task(listen_for_disconnect())
+    done, pending = await asyncio.wait([handler_task, cancellation_task], return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    return handler_task.result() if handler_task in done else None
 
 
 def answering(after_s: float) -> Any:
@@ -281,15 +359,113 @@ def test_a_relinquished_leg_is_cancelled_and_answered_503_with_the_header(starts
         assert exchange.sent == [] and agent.events == []
         await exchange.task
         assert agent.withdrawn == [("r1", 500)]
-        assert agent.events == ["application ended"]
-        assert exchange.sent_s == [11.0, 11.0], "not before the application is gone"
+        assert exchange.sent_s == ([11.0] * 2 if starts else [10.0] * 2), "not before the application is gone"
         assert exchange.sent[0]["status"] == 503 and exchange.headers[b"x-tetri-relinquish"] == b"1"
         assert b"x-mine" not in exchange.headers
         error = exchange.error
         assert (error["type"], error["code"], error["param"]) == ("ServiceUnavailableError", 503, None)
         assert "instance p0 has no room" in error["message"]
+        await settled(after_s=2)
+        assert agent.events == ["application ended"]
 
     run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "whole"])
+@pytest.mark.parametrize(("stream", "asgi"), [(False, "2.3"), (False, "2.4"), (True, "2.3"), (True, "2.4")])
+@pytest.mark.parametrize("relinquished", [False, True])
+def test_nothing_is_left_of_a_withdrawn_request(
+    leg: str, stream: bool, asgi: str, relinquished: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the task that waits for the engine, nor the prompt that it holds."""
+
+    async def route(request: Request) -> Response:
+        await request.json()
+
+        async def tokens() -> AsyncIterator[bytes]:
+            try:
+                await asyncio.Event().wait()
+                yield b"never"
+            finally:
+                events.append("application ended")
+
+        if stream:
+            return StreamingResponse(tokens())
+        return JSONResponse(await with_cancellation(waiting(events), request.receive))
+
+    events: list[str] = []
+    app = Starlette(routes=[Route("/v1/completions", route, methods=["POST"])])
+
+    async def scenario() -> None:
+        agent = StandInAgent()
+        agent.room_tokens = 500 if relinquished else None
+        exchange = Exchange(agent, app, leg, [RELINQUISH], asgi)
+        await exchange.task
+        assert exchange.sent[0]["status"] == (503 if relinquished else 429)
+        assert exchange.error["code"] == exchange.sent[0]["status"]
+        await settled(after_s=3)
+        assert events == ["application ended"]
+
+    run(scenario())
+    assert caplog.records == []
+
+
+def test_a_route_that_does_not_end_is_not_waited_for_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()  # it does not even listen
+
+    async def scenario() -> None:
+        agent = StandInAgent(Role.DECODE)
+        exchange = Exchange(agent, app)
+        await exchange.task
+        assert exchange.sent[0]["status"] == 429 and exchange.sent_s[0] == 60 + END_TIMEOUT_S
+        await settled()
+
+    run(scenario())
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "r1 was withdrawn, and its route still runs 5 s later"
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_what_a_route_says_or_raises_in_its_end_is_not_heard(starts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if starts:
+            await send(START)
+        try:
+            await receive()
+        finally:
+            await send(START)
+            await send({"type": "http.response.body", "body": b"late"})
+            raise ValueError("in its end")
+
+    async def scenario() -> None:
+        unseen: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        exchange = Exchange(StandInAgent(Role.DECODE), app)
+        await exchange.task
+        assert exchange.sent[0]["status"] == 429 and exchange.error["code"] == 429
+        await settled()
+        gc.collect()
+        assert unseen == []
+
+    run(scenario())
+    assert caplog.records == []
+
+
+def test_an_engine_that_drains_serves_its_requests_on(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM then rejects utility calls: a request that nothing is wrong with must not fail of that."""
+
+    async def scenario() -> None:
+        agent = StandInAgent(Role.DECODE)
+        agent.room_tokens, agent.withdraw_error = 500, RuntimeError("Server shutting down")
+        exchange = Exchange(agent, answering(70), "decode", [RELINQUISH])
+        await exchange.task
+        assert exchange.sent[0] == START and exchange.sent_s == [70, 70]
+
+    run(scenario())
+    assert len([record for record in caplog.records if "Server shutting down" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode", "whole"])
@@ -303,13 +479,15 @@ def test_a_leg_that_waits_for_max_wait_s_is_cancelled_and_answered_429(leg: str,
         assert exchange.sent == []
         await exchange.task
         assert agent.withdrawn == [("r1", None)]
-        assert agent.events[-1] == "application ended" and exchange.sent_s == [61.0, 61.0]
+        assert exchange.sent_s == ([61.0] * 2 if starts else [60.0] * 2)
         assert exchange.sent[0]["status"] == 429 and exchange.headers[b"retry-after"] == b"1"
         assert b"x-tetri-relinquish" not in exchange.headers
         error = exchange.error
         assert (error["type"], error["code"], error["param"]) == ("RateLimitError", 429, None)
         assert "waited 60 s for room on instance p0 (admit.max_wait_s)" in error["message"]
         assert agent.dispatched == []
+        await settled(after_s=2)
+        assert agent.events[-1] == "application ended"
 
     run(scenario())
 
@@ -516,5 +694,26 @@ def test_the_forecast_of_a_cancelled_leg_ends_too() -> None:
         await asyncio.sleep(1.01)
         assert agent.num_predicting == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scenario())
+
+
+def test_a_forecast_that_fails_is_not_logged_as_an_error_that_nobody_saw() -> None:
+    async def refusing(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        await receive()
+        await send({**START, "status": 400})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def scenario() -> None:
+        unseen: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        agent = StandInAgent(delay_s=1)
+        agent.forecast_error = RuntimeError("the predictor fell over")
+        exchange = Exchange(agent, refusing, "prefill")
+        await exchange.task
+        assert exchange.sent[0]["status"] == 400
+        await settled(after_s=2)
+        gc.collect()
+        assert unseen == []
 
     run(scenario())

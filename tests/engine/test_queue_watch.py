@@ -14,6 +14,7 @@ from serving_plugin.engine.queue_watch import RECHECK_S, QueueWatch, Withdrawal
 
 RELINQUISH_S, WAIT_S = 10.0, 60.0
 DONE, WAITS_ON, NOT_WAITING = Withdrawal.DONE, Withdrawal.WAITS_ON, Withdrawal.NOT_WAITING
+UNKNOWN = Withdrawal.UNKNOWN
 
 
 @dataclass
@@ -126,6 +127,50 @@ def test_a_request_that_no_longer_waits_is_watched_no_more(may_relinquish: bool,
     assert verdict is None
     assert at_s == (RELINQUISH_S if may_relinquish and admitted_s == 0 else WAIT_S)
     assert len(queue.withdrawals) == 1
+
+
+@pytest.mark.parametrize("first", [UNKNOWN, RuntimeError("Server shutting down")])
+@pytest.mark.parametrize(("may_relinquish", "from_s", "verdict"), [(True, RELINQUISH_S, True), (False, WAIT_S, False)])
+def test_one_of_which_the_engine_says_nothing_is_watched_on(
+    first: Withdrawal | Exception,
+    may_relinquish: bool,
+    from_s: float,
+    verdict: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may be on its way to EngineCore, or EngineCore answers nobody while it drains."""
+
+    class Silent(Queue):
+        async def withdraw(self, room_tokens: int | None) -> Withdrawal:
+            result = await super().withdraw(room_tokens)
+            if now_s() >= from_s + 2:
+                return result
+            if isinstance(first, Exception):
+                raise first
+            return first
+
+    queue = Silent(room_tokens=1000)
+    assert watch(queue, may_relinquish) == (verdict, from_s + 2)
+    assert len(queue.withdrawals) == 5
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == isinstance(first, Exception), "one line, not one for each look"
+    assert all("Server shutting down" in message for message in messages)
+
+
+@pytest.mark.parametrize("may_relinquish", [True, False])
+@pytest.mark.parametrize("error", [None, RuntimeError("Server shutting down")])
+def test_the_watch_of_one_that_the_engine_never_knows_ends_with_its_answer(
+    error: Exception | None, may_relinquish: bool
+) -> None:
+    class Silent(Queue):
+        async def withdraw(self, room_tokens: int | None) -> Withdrawal:
+            await super().withdraw(room_tokens)
+            if error is not None:
+                raise error
+            return UNKNOWN
+
+    queue = Silent(room_tokens=1000)
+    assert watch(queue, may_relinquish, answered_s=WAIT_S + 5.1) == (None, WAIT_S + 5.1)
 
 
 @pytest.mark.parametrize("may_relinquish", [True, False])

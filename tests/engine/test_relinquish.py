@@ -106,7 +106,7 @@ def test_kv_outlives_a_veto_and_is_pulled_elsewhere(engines: dict[str, EnginePro
     engines["p"].start_call(prefill_and_hold, [JOB], str(first), TIMEOUT_S)
     engines["d1"].start_call(wait_in_vain, str(first))
     refused = engines["d1"].result(TIMEOUT_S)
-    assert refused["verdicts"] == ["waits_on", "done", "not_waiting"]
+    assert refused["verdicts"] == ["waits_on", "done", "unknown"]
     assert refused["num_loaded"] == 0
     assert refused["ledger"]["balanced"] and refused["ledger"]["free"] == NUM_BLOCKS
     served = engines["d2"].call(decode_elsewhere, refused["params"], str(second), timeout_s=TIMEOUT_S)
