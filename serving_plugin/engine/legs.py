@@ -117,7 +117,6 @@ class LegMiddleware:
             await _refuse(send, 400, message)
             return
         forecasting = asyncio.create_task(self._forecast(agent, request_id, body))
-        forecasting.add_done_callback(_retrieve)
         loop = asyncio.get_running_loop()
         arrived_s, timeout_s = loop.time(), agent.settings.prediction.timeout_s
         loop.call_later(timeout_s, lambda: agent.breaker.observe(forecasting.done() and not forecasting.cancelled()))
@@ -137,7 +136,8 @@ class LegMiddleware:
             self._add_decision(agent, body, answer, forecast, forecast_ready_s)
             await capture.pass_on(send, json.dumps(answer).encode())
         finally:
-            # Late or not, it is seen to the end of its time: that is how the breaker learns of better days.
+            # Late or not, it is seen to the end of its time: that is how the breaker learns of better days. And asyncio
+            # does not log the error of a task that was cancelled, also if it had failed before.
             loop.call_at(arrived_s + timeout_s, forecasting.cancel)
 
     async def _forecast(
@@ -219,15 +219,8 @@ async def _end(serving: asyncio.Future[None], held: _HeldStart, request_id: str)
     if held.started.done():
         serving.cancel()
         await asyncio.wait([serving], timeout=END_TIMEOUT_S)
-    serving.add_done_callback(_retrieve)
     if not serving.done():
         logger.warning("%s was withdrawn, and its route still runs %g s later", request_id, END_TIMEOUT_S)
-
-
-def _retrieve(ended: asyncio.Future[Any]) -> None:
-    """Look at the error of what nobody may be waiting for: asyncio would log it as one that nobody saw."""
-    if not ended.cancelled():
-        ended.exception()
 
 
 class _Client:

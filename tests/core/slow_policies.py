@@ -1,5 +1,6 @@
 """The admission policies written down as slowly as docs/definitions.md reads: what the fast ones are tested against."""
 
+from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist
 
@@ -84,7 +85,7 @@ def intervals(block_size_tokens, end):
     blocks = [0, 1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 94, 141, 211]  # far enough for what tests do
     cuts = [n * block_size_tokens for n in blocks]
     assert cuts[-1] >= end
-    return [(begin, stop) for begin, stop in zip(cuts, cuts[1:], strict=False) if begin < end]
+    return [(begin, stop) for begin, stop in pairwise(cuts) if begin < end]
 
 
 def longest(q, out):
@@ -97,7 +98,7 @@ def longest(q, out):
 
 
 def expected_needs(new, pool):
-    """Blocks that are needed in each interval, but for a probability of `overflow_probability`; never over their sum."""
+    """Blocks needed in each interval, but for a probability of `overflow_probability`; never more than their sum."""
     z = NormalDist().inv_cdf(1 - pool.overflow_probability)
     size = pool.block_size_tokens
     batch = [(q, q.num_output_tokens) for q in pool.active] + [(new, 0)]

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from serving_plugin.core.config import InstanceSettings
+from serving_plugin.core.admit import ADMIT_POLICIES, QueueRules
+from serving_plugin.core.config import AdmitSettings, InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.types import Role
 
@@ -34,6 +35,8 @@ def test_round_trip_through_json() -> None:
         ({"gateways": ["x"]}, ["gateways='x'", "http"]),
         ({"admit": {"max_veto_s": 0}}, ["admit.max_veto_s", "above 0"]),
         ({"admit": {"order": "longest"}}, ["admit.order='longest'", "arrival or shortest_expected"]),
+        ({"admit": {"overtaking": "sometimes"}}, ["admit.overtaking='sometimes'", "by_policy or always or never"]),
+        ({"admit": {"overtaking": True}}, ["admit.overtaking=True", "str"]),
         ({"admit": {"max_overtaken": 0}}, ["admit.max_overtaken=0", "1 or more"]),
         ({"admit": {"max_overtaken": 1.5}}, ["admit.max_overtaken=1.5", "int"]),
         ({"admit": {"relinquish_after_s": 0}}, ["admit.relinquish_after_s=0.0", "above 0"]),
@@ -64,11 +67,14 @@ def test_bad_settings_name_the_key(change: dict[str, object], names: list[str]) 
 def test_bounds_of_waiting_are_read_and_have_defaults() -> None:
     settings = InstanceSettings.from_dict(MINIMAL)
     assert (settings.admit.policy, settings.admit.order) == ("reserve_dynamic", "arrival")
+    assert settings.admit.overtaking == "by_policy" and settings.admit.max_veto_s == QueueRules(1).max_veto_s
+    assert 0 < settings.admit.relinquish_after_s < settings.admit.max_wait_s
     assert 0 < settings.admit.max_veto_s < settings.admit.max_wait_s
     assert settings.transfer.pinned_budget == 0.5
     admit = {
         "policy": "reserve_expected",
         "order": "shortest_expected",
+        "overtaking": "never",
         "max_veto_s": 1,
         "max_overtaken": 3,
         "relinquish_after_s": 2.0,
@@ -78,6 +84,16 @@ def test_bounds_of_waiting_are_read_and_have_defaults() -> None:
     settings = InstanceSettings.from_dict(MINIMAL | {"admit": admit, "transfer": {"pinned_budget": 1}})
     assert settings.to_dict()["admit"] == admit
     assert settings.transfer.pinned_budget == 1.0
+
+
+@pytest.mark.parametrize(
+    ("overtaking", "under_greedy", "under_others"),
+    [("by_policy", False, True), ("always", True, True), ("never", False, False)],
+)
+def test_who_may_be_passed(overtaking: str, under_greedy: bool, under_others: bool) -> None:
+    assert AdmitSettings("greedy", overtaking=overtaking).may_overtake is under_greedy
+    for policy in (*(ADMIT_POLICIES.keys() - {"greedy"}), "module:policy"):
+        assert AdmitSettings(policy, overtaking=overtaking).may_overtake is under_others
 
 
 def test_missing_key_is_named() -> None:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from slow_policies import SLOW_POLICIES, expected_needs, horizons, on_the_edge
+from slow_policies import SLOW_POLICIES, expected_needs, longest, mean_needs, on_the_edge, share_alive
 
 from serving_plugin.core.admit import (
     ADMIT_ORDERS,
@@ -155,19 +155,79 @@ def certain_batches(draw):
 
 @settings(max_examples=300)
 @given(certain_batches())
-def test_of_certain_lengths_reserve_expected_is_reserve_peak_at_its_horizons(batch):
+def test_of_certain_lengths_reserve_expected_misses_no_peak(batch):
     new, pool = batch
-    assume(fits_now(new, pool))
-    ends = [
-        (q.length_range.low_tokens - q.num_output_tokens, q.num_prompt_tokens + q.num_output_tokens)
-        for q in pool.active
-    ]
-    ends.append((new.length_range.low_tokens, new.num_prompt_tokens))
-    in_use = [
-        sum(num_blocks(tokens + t, pool.block_size_tokens) for end, tokens in ends if end > t) for t in horizons(pool)
-    ]
-    assert reserve_expected(new, pool) is (max(in_use) <= pool.num_total_blocks)
-    assert reserve_expected(new, pool) or not reserve_peak(new, pool)
+    assume(reserve_expected(new, pool))
+    everybody = [(q, q.num_output_tokens) for q in pool.active] + [(new, 0)]
+    ends = [(q.length_range.low_tokens - out, q.num_prompt_tokens + out) for q, out in everybody]
+    for t in range(1, max(end for end, _ in ends) + 1):
+        in_use = sum(num_blocks(tokens + t, pool.block_size_tokens) for end, tokens in ends if end >= t)
+        assert in_use <= pool.num_total_blocks
+    # Ranges that end at the length itself: reserve_peak then looks at the same moments.
+    at_low = [replace(q, length_range=LengthRange(0, q.length_range.low_tokens)) for q in pool.active]
+    at_end = replace(new, length_range=LengthRange(0, new.length_range.low_tokens))
+    assert reserve_peak(at_end, replace(pool, active=tuple(at_low)))
+
+
+@settings(max_examples=150)
+@given(newcomers(), pools())
+def test_reserve_expected_admits_nothing_whose_mean_is_ever_more_than_the_pool(new, pool):
+    assume(pool.active and reserve_expected(new, pool))
+    assert max(mean_needs(new, pool)) <= pool.num_total_blocks + 1e-6
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 48])
+def test_reserve_expected_does_not_miss_the_peak_at_max_tokens(size):
+    """Where a reply mostly reaches its limit, all that came together peak together, in the very last token."""
+    forecast = LengthForecast((0, 20, 100, 101), (0.05, 0.08, 0.87))
+    total = 900 // size
+    pool = DecodePool(size, total, total, ())
+    for _ in range(12):
+        new = Newcomer(30, LengthRange(60, 101), forecast=forecast)
+        if not reserve_expected(new, pool):
+            break
+        pool = pool.with_newcomer(new)
+        needs = mean_needs(new, replace(pool, active=pool.active[:-1]))
+        assert max(needs) <= total
+    most = num_blocks(130, size)
+    assert 0.87 * most * (len(pool.active) + 1) > 0.75 * total, "and is not far from full"
+    assert reserve_peak(new, DecodePool(size, 10**4, 10**4, pool.active))
+
+
+@settings(max_examples=300)
+@given(newcomers(), pools(), st.sampled_from([1e-9, 0.001, 0.4]))
+def test_reserve_expected_needs_no_more_than_all_at_their_longest(new, pool, risk):
+    everybody = [(q, q.num_output_tokens) for q in pool.active] + [(new, 0)]
+    most = sum(num_blocks(q.num_prompt_tokens + longest(q, out), pool.block_size_tokens) for q, out in everybody)
+    pool = replace(pool, num_total_blocks=most, num_free_blocks=most, overflow_probability=risk)
+    assert reserve_expected(new, pool) or not fits_now(new, pool)
+
+
+@settings(max_examples=200)
+@given(st.lists(newcomers(), min_size=1, max_size=4), pools())
+def test_what_newcomers_add_to_the_expected_use_equals_what_is_worked_out_afresh(joining, pool):
+    carried, use_before = pool, replace(pool.expected_use, means=list(pool.expected_use.means))
+    for new in joining:
+        carried = carried.with_newcomer(new)
+        afresh = DecodePool(
+            pool.block_size_tokens,
+            pool.num_total_blocks,
+            carried.num_free_blocks,
+            carried.active,
+            pool.overflow_probability,
+        )
+        assert "expected_use" in vars(carried) and "expected_use" not in vars(afresh)
+        assert carried.expected_use == afresh.expected_use and carried == afresh
+    assert pool.expected_use.means == use_before.means, "a pool stays as it was"
+    assert "expected_use" not in vars(replace(pool).with_newcomer(joining[0])), "nobody asked for it"
+
+
+def test_a_request_longer_than_its_forecast_gave_any_probability_is_not_forgotten():
+    forecast = LengthForecast((10, 20, 501), (1.0, 0.0))
+    pool = DecodePool(16, 40, 33, (ActiveDecode(80, 25, LengthRange(26, 501), 7, forecast),))
+    assert share_alive(pool.active[0], 25, 100) > 0.7
+    assert reserve_expected(Newcomer(16, LengthRange(2, 3)), pool)
+    assert not reserve_expected(Newcomer(200, LengthRange(400, 401)), pool)
 
 
 def test_reserve_expected_counts_on_a_batch_not_being_long_all_at_once():
@@ -351,11 +411,30 @@ def test_no_more_are_admitted_than_there_are_seats(num_seats):
         assert len(admit_queue(candidates(*[16] * 9), pool, greedy, QueueRules(num_seats))[0]) == num_seats
 
 
-def test_a_refused_request_is_overtaken_by_what_fits_except_by_greedy():
+def test_a_refused_request_is_overtaken_by_what_fits_if_the_rules_say_so():
     pool = DecodePool(16, 10, 9, (BUSY,))
     queue = candidates(16, 320, 16)
-    assert admit_queue(queue, pool, reserve_static, QueueRules(8))[0] == [0, 2]
-    assert admit_queue(queue, pool, greedy, QueueRules(8))[0] == [0]
+    for policy in (greedy, reserve_static):  # the policy itself has no say in it
+        assert admit_queue(queue, pool, policy, QueueRules(8))[0] == [0, 2]
+        assert admit_queue(queue, pool, policy, QueueRules(8, may_overtake=False))[0] == [0]
+
+
+def test_without_overtaking_the_order_is_still_the_one_chosen():
+    pool = DecodePool(16, 10, 9, (BUSY,))
+    queue = [
+        Candidate(Newcomer(n, ONE_BLOCK), expected) for n, expected in ((16, 50.0), (320, 30.0), (16, 10.0), (16, 40.0))
+    ]
+    rules = QueueRules(8, "shortest_expected", may_overtake=False)
+    assert admit_queue(queue, pool, reserve_static, rules)[0] == [2]
+    assert admit_queue(queue, pool, reserve_static, replace(rules, may_overtake=True))[0] == [2, 3, 0]
+
+
+def test_without_overtaking_a_vetoed_request_is_admitted_in_its_time():
+    pool = DecodePool(16, 10, 9, (BUSY,))
+    rules = QueueRules(8, max_veto_s=10.0, may_overtake=False)
+    assert admit_queue(candidates(16, 16, vetoed_s=9.0), pool, refuse_all, rules)[0] == []
+    queue = [*candidates(16, vetoed_s=10.1), *candidates(16)]
+    assert admit_queue(queue, pool, refuse_all, rules)[0] == [0]
 
 
 def test_shortest_expected_goes_by_the_forecast_and_then_by_arrival():
@@ -491,9 +570,10 @@ def arrivals(draw):
     st.integers(1, 6),
     st.sampled_from([1.0, 5.0, 1e9]),
     st.integers(1, 5),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_no_request_waits_for_ever(instance, policy, order, num_seats, max_veto_s, max_overtaken, coins):
+def test_no_request_waits_for_ever(instance, policy, order, num_seats, max_veto_s, max_overtaken, may_overtake, coins):
     size, total, requests = instance
     if policy == "coin":
 
@@ -501,9 +581,10 @@ def test_no_request_waits_for_ever(instance, policy, order, num_seats, max_veto_
             return fits_now(newcomer, pool) and coins.random() < 0.5
 
     numbers = [r.number for r in requests]
-    served, _ = run_instance(policy, size, total, requests, QueueRules(num_seats, order, max_veto_s, max_overtaken))
+    rules = QueueRules(num_seats, order, max_veto_s, max_overtaken, may_overtake)
+    served, _ = run_instance(policy, size, total, requests, rules)
     assert sorted(served) == numbers
-    if policy is greedy and order == "arrival":
+    if not may_overtake and order == "arrival":
         assert served == numbers
 
 

@@ -160,13 +160,15 @@ class Rig:
         forecast: tuple[list[int], list[float]] | None = None,
         is_remote: bool = False,
         is_held: bool = False,
+        queued_since_s: float | None = None,
         params: dict[str, Any] | None = None,
         token: int = 7,
         **sampling: Any,
     ) -> Request:
         """Queue a request; policies see `max_tokens`, its reply ends after `num_output_tokens`.
 
-        `is_remote`: its KV cache is pulled from a prefill instance; `is_held`: it is kept for a decode instance.
+        `is_remote`: its KV cache is pulled from a prefill instance; `is_held`: it is kept for a decode instance;
+        `queued_since_s`: another decode instance had it then, and gave it back. `params` comes on top of all that.
         """
         meta: dict[str, Any] = {"request_id": f"own-{id}"}
         if length_range is not None and forecast is None:
@@ -175,7 +177,9 @@ class Rig:
             meta["forecast"] = {"edges_tokens": forecast[0], "probabilities": forecast[1]}
         if length_range is not None:
             meta["length_range"] = list(length_range)
-        transfer: dict[str, Any] = {"tetri": meta, **(params or {})}
+        if queued_since_s is not None:
+            meta["queued_since_s"] = queued_since_s
+        transfer: dict[str, Any] = {"tetri": meta}
         if is_held:
             transfer |= {"do_remote_decode": True, "do_remote_prefill": False}
         if is_remote:
@@ -191,6 +195,7 @@ class Rig:
                 "remote_port": 1,
                 "tp_size": 1,
             }
+        transfer |= params or {}
         request = Request(
             id,
             [token] * num_prompt_tokens,

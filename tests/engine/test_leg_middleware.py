@@ -707,12 +707,13 @@ def test_a_forecast_that_fails_is_not_logged_as_an_error_that_nobody_saw() -> No
     async def scenario() -> None:
         unseen: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        agent = StandInAgent(delay_s=1)
+        agent = StandInAgent(delay_s=0.1)
         agent.forecast_error = RuntimeError("the predictor fell over")
         exchange = Exchange(agent, refusing, "prefill")
         await exchange.task
         assert exchange.sent[0]["status"] == 400
         await settled(after_s=2)
+        assert agent.num_predicting == 0
         gc.collect()
         assert unseen == []
 

@@ -23,7 +23,8 @@ def test_snapshots_and_events_arrive() -> None:
     publisher = LoadPublisher(engine_id, interval_s=0.02)
     event = TransferEvent("r1", 1.0, 2.0, 640)
     publisher.add_event(event)  # nobody listens yet: it must not be lost
-    publisher.publish(EngineSnapshot(num_running=7))
+    snapshot = EngineSnapshot(num_running=7, decode_busy=0.25, is_over_pinned_budget=True)
+    publisher.publish(snapshot)
     receiver = LoadReceiver(engine_id, on_message)
     receiver.start()
     try:
@@ -32,6 +33,7 @@ def test_snapshots_and_events_arrive() -> None:
         publisher.close()
         receiver.close()
     assert events == [event]
+    assert received[-1] == snapshot
 
 
 @pytest.mark.parametrize(

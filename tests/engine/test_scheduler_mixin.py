@@ -321,6 +321,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rig], list[Judged]]:
             scheduler = rig.scheduler
             preempted = {id for id in rig.waiting if scheduler.requests[id].num_preemptions}
             ids = [id for id in rig.waiting if id not in preempted]
+            ids.sort(key=lambda id: scheduler.tetri_tracker.get(id).queued_since_s)
             assert pool.num_total_blocks == rig.num_total_blocks
             active = [*rig.running, *rig.loading]
             returning = [scheduler.requests[id] for id in rig.waiting if id in preempted]
@@ -333,6 +334,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rig], list[Judged]]:
                 out = request.num_output_tokens + request.num_output_placeholders
                 assert (q.num_prompt_tokens, q.num_output_tokens) == (request.num_prompt_tokens, out)
                 assert q.length_range.high_tokens > out
+            assert rules.may_overtake is rig.settings.admit.may_overtake
             assert rules.num_seats == scheduler.max_num_running_reqs - len(active) - len(returning) > 0
             assert [c.newcomer.num_prompt_tokens for c in queue] == [rig.planned[id].num_prompt_tokens for id in ids]
             admitted = [ids[index] for index in result[0]]
@@ -468,6 +470,118 @@ def test_a_request_that_outgrows_its_range_gets_the_next(make_rig: MakeRig, judg
         for state in states
         if state.pool.active
     )
+
+
+@pytest.mark.parametrize("policy", ["greedy", "reserve_static"])
+@pytest.mark.parametrize("overtaking", ["by_policy", "always", "never"])
+def test_who_may_be_passed_is_a_setting(make_rig: MakeRig, policy: str, overtaking: str) -> None:
+    rig = make_rig(12, decode(policy, overtaking=overtaking))
+    rig.add("a", 20, 20, length_range=(0, 30))
+    rig.step()
+    rig.add("big", 170, 5, length_range=(0, 10))
+    rig.add("small", 20, 5, length_range=(0, 10))
+    rig.run()
+    is_passed = overtaking == "always" or (overtaking == "by_policy" and policy != "greedy")
+    assert rig.served() == (["a", "small", "big"] if is_passed else ["a", "big", "small"])
+    rig.check_done()
+
+
+def test_a_request_that_another_instance_gave_back_comes_before_later_ones(make_rig: MakeRig, judged: Any) -> None:
+    rig = make_rig(16, decode(NEVER))
+    states = judged(rig)
+    rig.add("a", 10, 20)
+    rig.step()
+    rig.add("b", 20, 3)
+    rig.add("c", 30, 3)
+    rig.add("back", 40, 3, is_remote=True, queued_since_s=rig.now_s - 50)
+    rig.add("before", 50, 3, is_remote=True, queued_since_s=rig.now_s - 60)
+    rig.step()
+    assert [candidate.newcomer.num_prompt_tokens for candidate in states[-1].queue] == [50, 40, 20, 30]
+    assert rig.waiting == ["b", "c", "back", "before"]  # for all but admission the order is that of arrival
+    tracked = [rig.scheduler.tetri_tracker.get(id) for id in ("before", "back", "b", "c")]
+    assert [t.vetoed_since_s is not None for t in tracked] == [True, False, False, False]  # first in line
+    rig.run()
+    assert [record["request_id"] for record in by_admission(rig)] == [
+        f"own-{id}" for id in ("a", "before", "back", "b", "c")
+    ]
+    rig.check_done()
+
+
+def by_admission(rig: Rig) -> list[dict[str, Any]]:
+    return sorted(rig.scheduler.tetri_tracker.records(), key=lambda record: record["admitted_s"])
+
+
+def num_overtaken(rig: Rig, id: str) -> int:
+    return int(rig.scheduler.tetri_tracker.get(id).num_overtaken)
+
+
+def test_only_who_was_really_taken_has_overtaken(make_rig: MakeRig, judged: Any) -> None:
+    rig = make_rig(32, decode("reserve_static") | {"chunk": {"chunk_tokens": 16}})
+    states = judged(rig)
+    rig.add("a", 16, 90, length_range=(0, 91))
+    rig.step()
+    rig.add("big", 490, 5, length_range=(0, 10))  # needs the whole pool
+    for i in range(3):
+        rig.add(f"small{i}", 16, 40, length_range=(0, 41))
+    counts = []
+    for _ in range(6):
+        rig.step()
+        counts.append(num_overtaken(rig, "big"))
+    assert states[1].admitted == ["small0", "small1", "small2"]  # all at once, but a step computes one of them
+    assert [state.admitted for state in states[2:4]] == [["small1", "small2"], ["small2"]]
+    assert counts == [1, 2, 3, 3, 3, 3]
+    assert [num_overtaken(rig, f"small{i}") for i in range(3)] == [0, 0, 0]
+
+
+def test_one_that_comes_back_after_a_preemption_overtakes_nobody_again(make_rig: MakeRig) -> None:
+    rig = make_rig(8, decode("greedy", overtaking="always"))
+    rig.add("a", 30, 40)
+    rig.step()
+    rig.add("big", 100, 5)
+    rig.add("b", 30, 40)
+    rig.run_until(lambda: rig.running == ["a", "b"])
+    assert num_overtaken(rig, "big") == 1
+    rig.run_until(lambda: rig.resumed == ["b"])
+    assert rig.waiting == ["big"] and num_overtaken(rig, "big") == 1
+    rig.run()
+    rig.check_done()
+
+
+MALFORMED = {
+    "no_object": 1,
+    "a_list": [1],
+    "empty_forecast": {"forecast": {}},
+    "no_edges": {"forecast": {"probabilities": [1.0]}},
+    "forecast_of_text": {"forecast": "long"},
+    "edges_of_text": {"forecast": {"edges_tokens": ["a", "b"], "probabilities": [1.0]}},
+    "endless_edges": {"forecast": {"edges_tokens": [0, float("inf")], "probabilities": [1.0]}},
+    "falling_edges": {"forecast": {"edges_tokens": [9, 3], "probabilities": [1.0]}},
+    "no_probability": {"forecast": {"edges_tokens": [0, 3], "probabilities": [0.0]}},
+    "not_a_number": {"forecast": {"edges_tokens": [0, 3], "probabilities": [float("nan")]}},
+    "falling_range": {"forecast": {"edges_tokens": [0, 9], "probabilities": [1.0]}, "length_range": [5, 1]},
+    "half_a_range": {"forecast": {"edges_tokens": [0, 9], "probabilities": [1.0]}, "length_range": [5]},
+    "endless_range": {"forecast": {"edges_tokens": [0, 9], "probabilities": [1.0]}, "length_range": [0, float("inf")]},
+    "range_of_text": {"forecast": {"edges_tokens": [0, 9], "probabilities": [1.0]}, "length_range": "0-9"},
+    "queued_some_time": {"queued_since_s": "yesterday", "request_id": None},
+}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("meta", MALFORMED.values(), ids=list(MALFORMED))
+def test_metadata_that_make_no_sense_lose_no_request(make_rig: MakeRig, role: str, meta: Any) -> None:
+    is_held = role == "prefill"
+    rig = make_rig(16, prefill() if is_held else decode("reserve_expected"))
+    num_output_tokens, max_tokens = (1, 1) if is_held else (9, 20)
+    # A copy: the scheduler notes in it when the prefill began.
+    params = {"tetri": dict(meta) if isinstance(meta, dict) else meta}
+    rig.add("bad", 40, num_output_tokens, max_tokens, is_held=is_held, is_remote=not is_held, params=params)
+    rig.add("good", 40, num_output_tokens, max_tokens, is_held=is_held, is_remote=not is_held, length_range=(0, 21))
+    assert rig.scheduler.tetri_tracker.get("bad").forecast_source == "history"
+    rig.run_until(rig.all_answered)
+    rig.sent = {"bad", "good"} if is_held else set()
+    rig.run()
+    rig.check_done()
+    assert rig.scheduler.tetri_tracker.num_heavy_decodes == 0
 
 
 # --- Progress ---
@@ -664,6 +778,76 @@ def test_requests_that_run_whole_pin_nothing(make_rig: MakeRig) -> None:
     rig.add("a", 32, is_held=True)
     rig.run_until(lambda: rig.planned["a"].is_answered)
     assert not rig.planned["whole"].is_answered
+
+
+def test_what_nobody_pulls_passes_a_prompt_that_is_held_back(make_rig: MakeRig) -> None:
+    rig = make_rig(16, prefill(transfer={"pinned_budget": 0.25}))
+    for id in "ab":
+        rig.add(id, 32, is_held=True)
+    rig.run_until(rig.all_answered)
+    rig.add("c", 48, is_held=True)
+    rig.add("whole", 32, 20)
+    rig.add("d", 16, is_held=True)  # a smaller one does not pass, or a large one might wait for ever
+    rig.add("whole2", 32, 20)
+    rig.steps(3)
+    assert rig.running == ["whole", "whole2"] and rig.waiting == ["c", "d"]
+    rig.sent = {"a"}  # two blocks of four are pinned: room for d, but c comes first
+    rig.steps(3)
+    assert rig.waiting == ["c", "d"]
+    rig.sent = {"b"}
+    rig.run_until(rig.all_answered)
+    assert rig.served() == ["a", "b", "whole", "whole2", "c", "d"]
+    rig.sent = {"c", "d"}
+    rig.run()
+    rig.check_done()
+
+
+def test_an_instance_says_that_it_is_over_its_pinned_budget_as_long_as_it_holds_a_prompt_back(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(16, prefill(chunk_tokens=16, transfer={"pinned_budget": 0.25}))
+
+    def is_over() -> bool:
+        rig.scheduler._publish()
+        return rig.last_snapshot.is_over_pinned_budget
+
+    for id in "ab":
+        rig.add(id, 32, is_held=True)
+    rig.step()
+    assert rig.waiting == ["b"] and not is_over()  # it waits for its turn
+    rig.run_until(rig.all_answered)
+    rig.step()
+    assert rig.last_snapshot.num_pinned_blocks == 4 and not is_over()  # full, but nobody is held back
+    rig.add("c", 32, is_held=True)
+    rig.steps(2)
+    assert rig.waiting == ["c"] and is_over()
+    rig.sent = {"a"}
+    rig.run_until(lambda: not rig.waiting)
+    assert not is_over()
+    rig.run_until(rig.all_answered)
+    rig.add("d", 32, is_held=True)
+    rig.steps(2)
+    assert is_over()
+    rig.abort("d")
+    assert rig.last_snapshot.is_over_pinned_budget is False
+    rig.sent = {"b", "c"}
+    rig.run_until(lambda: not rig.scheduler.requests)
+    rig.add("e", 32, is_held=True)
+    assert not is_over()
+
+
+def test_a_preempted_prompt_counts_against_the_pinned_budget(make_rig: MakeRig) -> None:
+    rig = make_rig(10, prefill(chunk_tokens=4, transfer={"pinned_budget": 0.7}))
+    rig.add("whole", 60, 60)
+    rig.add("held", 90, is_held=True)  # the other outgrows the pool while this one is computed
+    rig.run_until(lambda: rig.preempted == ["held"] and rig.waiting == ["held"])
+    rig.add("next", 32, is_held=True)
+    offered = rig.scheduler._offered(list(rig.scheduler.waiting))
+    assert [request.request_id for request in offered] == ["held"]  # six blocks and two more, of a budget of seven
+    rig.run_until(lambda: rig.planned["held"].is_answered)
+    assert rig.waiting == ["next"]
+    rig.sent = {"held"}
+    rig.run_until(lambda: rig.planned["next"].is_answered)
 
 
 # --- Totals ---

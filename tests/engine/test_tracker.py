@@ -60,6 +60,47 @@ def test_outgrown_range_is_followed_by_its_successor() -> None:
     assert tracker.refresh("e", 405).length_range == LengthRange(400, 600)
 
 
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [(900.0, 900.0), (900, 900.0), (1000.5, 1000.0), (0, 1000.0), (-3.0, 1000.0), (float("nan"), 1000.0)]
+    + [(odd, 1000.0) for odd in (None, "900", [900.0], 10**400)],
+)
+def test_a_request_given_back_by_another_instance_keeps_the_moment_it_was_first_queued(
+    sent: object, expected: float
+) -> None:
+    tracked = make_tracker().add("e", "r1", 50, 1000, META | {"queued_since_s": sent}, 1000.0)
+    assert (tracked.queued_since_s, tracked.arrived_s, tracked.forecast_source) == (expected, 1000.0, "model")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"forecast": {}},
+        {"forecast": 3},
+        {"forecast": {"edges_tokens": [0, 9], "probabilities": None}},
+        {"forecast": {"edges_tokens": [0, 9, 20], "probabilities": [1.0]}},
+        {"forecast": {"edges_tokens": [0, 1e999], "probabilities": [1.0]}},
+        {"length_range": [5, 1]},
+        {"length_range": [5]},
+        {"length_range": [0, 1e999]},
+        {"length_range": {"low": 5}},
+        {"length_range": 7},
+    ],
+)
+def test_metadata_that_make_no_sense_are_dropped_with_a_warning(
+    change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = make_tracker()
+    tracked = tracker.add("e", "r1", 50, 1000, META | change, 1.0)
+    assert (tracked.request_id, tracked.forecast_source) == ("r1", "history")
+    assert tracked.length_range == LengthRange(0, 1001) and tracked.is_heavy_decode
+    (record,) = caplog.records
+    assert "request r1: its metadata are unusable" in record.getMessage()
+    assert tracker.num_heavy_decodes == 1
+    tracker.finish("e", 5, completed=True, now_s=2.0)
+    assert tracker.num_heavy_decodes == 0
+
+
 def test_records_name_what_happened() -> None:
     tracker = make_tracker()
     tracker.add("e", "r1", 50, 1000, META, 0.0)
