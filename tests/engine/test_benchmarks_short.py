@@ -15,6 +15,16 @@ pytestmark = pytest.mark.engine
 ON_ITS_OWN_TARGET = ("dispatch", "backpressure")
 
 
+def some_prompts(path: Path) -> Path:
+    """Prompts of one to eight words, as the pipeline prepares them."""
+    rows = [
+        {"id": f"r{i}", "prompt": " ".join(f"word{i}" for _ in range(1 + i % 8)), "reply": "It is so. " * 5}
+        for i in range(240)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest.mark.parametrize(
     "name", ["saturation", "interference", "prefill_order", "overhead", *ON_ITS_OWN_TARGET], ids=str
 )
@@ -23,6 +33,8 @@ def test_short_form_runs_to_its_end(name: str, tiny_target: Path, tmp_path: Path
     command = [sys.executable, "-m", "benchmarks", name, "--short", "--json", str(figures), "--plot", str(plot)]
     if name not in ON_ITS_OWN_TARGET:
         command += ["--model", str(tiny_target)]
+    if name == "prefill_order":
+        command += ["--source", str(some_prompts(tmp_path / "prompts.jsonl"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(figures.read_text())
@@ -37,7 +49,7 @@ def test_short_form_of_admission_with_a_real_predictor(
     from benchmarks import admission
 
     monkeypatch.setattr(admission, "LABELLED_FOLDER", trained.labelled)
-    monkeypatch.setattr(admission, "DEFAULT_MODEL_URI", str(trained.folder))
+    monkeypatch.setattr(admission, "DEFAULT_MODEL_URI", str(trained.export))
     monkeypatch.setattr(admission, "load_params", lambda: trained.params)
     monkeypatch.setattr(admission, "UNFINISHED", tmp_path / "unfinished.json")
     result = admission.run(tiny_target, is_short=True)
