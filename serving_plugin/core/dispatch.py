@@ -56,21 +56,11 @@ def power_of_two(
     has such room, two of all READY ones are drawn and the roomier wins.
     """
     heavy = _is_heavy(request)
-    ready = _ready(loads)
-    alpha = [x for x in ready if _room(x, promised) >= _peak_blocks(request, x.block_size_tokens)]
 
-    def by_room(load: InstanceLoad) -> tuple[int, str]:
-        return -_room(load, promised), load.id
+    def interference(num_heavy: int, num_light: int) -> float:
+        return (num_heavy + heavy + 1) / (num_light + (not heavy) + 1)
 
-    def by_interference(load: InstanceLoad) -> tuple[float, int, str]:
-        promise = promised.get(load.id, NO_PROMISE)
-        num_heavy = load.num_heavy_decodes + promise.num_heavy + heavy
-        num_light = load.num_light_decodes + promise.num_light + (not heavy)
-        return (num_heavy + 1) / (num_light + 1), *by_room(load)
-
-    if alpha:
-        return min(_draw_two(alpha, rng), key=by_interference).id
-    return min(_draw_two(ready, rng), key=by_room).id if ready else None
+    return _of_two(request, loads, promised, rng, interference)
 
 
 def power_of_two_by_class(
@@ -85,19 +75,38 @@ def power_of_two_by_class(
     their ratio: lowest where most light ones are, so that it sends the next light one there as well.
     """
     heavy = _is_heavy(request)
+
+    def num_alike(num_heavy: int, num_light: int) -> int:
+        return num_heavy if heavy else num_light
+
+    return _of_two(request, loads, promised, rng, num_alike)
+
+
+def _of_two(
+    request: RequestInfo,
+    loads: Sequence[InstanceLoad],
+    promised: Mapping[str, Promise],
+    rng: random.Random,
+    worse: Callable[[int, int], float],
+) -> str | None:
+    """Of two random instances with room, the one with the smaller `worse(heavy, light)`; then more room, then id.
+
+    `worse` sees decodes active, queued and promised. When no instance has room for the request at its longest, two of
+    all READY ones are drawn and the roomier wins.
+    """
     ready = _ready(loads)
     alpha = [x for x in ready if _room(x, promised) >= _peak_blocks(request, x.block_size_tokens)]
 
     def by_room(load: InstanceLoad) -> tuple[int, str]:
         return -_room(load, promised), load.id
 
-    def by_class(load: InstanceLoad) -> tuple[int, int, str]:
+    def by_load(load: InstanceLoad) -> tuple[float, int, str]:
         promise = promised.get(load.id, NO_PROMISE)
-        num_alike = load.num_heavy_decodes + promise.num_heavy if heavy else load.num_light_decodes + promise.num_light
-        return num_alike, *by_room(load)
+        num_heavy, num_light = load.num_heavy_decodes + promise.num_heavy, load.num_light_decodes + promise.num_light
+        return worse(num_heavy, num_light), *by_room(load)
 
     if alpha:
-        return min(_draw_two(alpha, rng), key=by_class).id
+        return min(_draw_two(alpha, rng), key=by_load).id
     return min(_draw_two(ready, rng), key=by_room).id if ready else None
 
 
