@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_plugin.bench.metrics import paired_ratio as paired_ratio
+from serving_plugin.bench.metrics import paired_ratio
 
 HOLD_TIMEOUT_S = 600.0
 

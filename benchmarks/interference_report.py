@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.engines import change_text, paired_ratio, ratio_text
+from benchmarks.engines import change_text, ratio_text
 from benchmarks.record import Record
+from serving_plugin.bench.metrics import paired_ratio
 
 LIGHT_TOKENS, HEAVY_TOKENS, CHUNK_TOKENS = 18, 512, 128
 LIGHT_CONTEXT_TOKENS, HEAVY_CONTEXT_TOKENS = 32, 1024  # of decodes

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from benchmarks.engines import cores
 from benchmarks.record import Record, deliver, say
+from serving_plugin.bench.report import write_atomically
 from serving_plugin.control import checks
 from serving_plugin.control.launcher import Device
 from serving_plugin.engine import profile_figures
@@ -100,4 +101,6 @@ def result_of(model: str, plan: ProfilePlan, samples: Samples) -> SaturationResu
 
 def draw(result: SaturationResult, path: Path) -> None:
     """Figure 2 of this machine."""
-    profile_figures.draw(result.found, path, f"{result.model}, {result.samples.engine['dtype']}")
+    profile_figures.require_drawable(path)
+    title = f"{result.model}, {result.samples.engine['dtype']}"
+    write_atomically(path, profile_figures.picture(result.found, path.suffix, title))

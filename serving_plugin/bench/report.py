@@ -220,15 +220,13 @@ def write_json(result: BenchResult, path: Path) -> None:
     write_atomically(path, json.dumps(result.to_json(), allow_nan=False) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` with `text`. Raises `ConfigurationError` when it cannot be written."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` with `content`, text as UTF-8. Raises `ConfigurationError` when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
-                file.write(text)
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 Path(file.name).chmod(0o644)
                 Path(file.name).replace(path)

@@ -85,7 +85,8 @@ def profile(
     write_atomically(out, text + "\n")
     print(f"cost model: {out}", file=sys.stderr)
     if plot is not None:
-        figures.draw(found, plot, f"{Path(model).name}, {cost_model.dtype}, {cost_model.machine['processor']}")
+        title = f"{Path(model).name}, {cost_model.dtype}, {cost_model.machine['processor']}"
+        write_atomically(plot, figures.picture(found, plot.suffix, title))
         print(f"curves: {plot}", file=sys.stderr)
     if as_json:
         typer.echo(text)

@@ -102,7 +102,6 @@ class EngineProcess:
     """Started when made, stopped on exit. `call` runs a module-level function over there: `function(engine, *args)`."""
 
     def __init__(self, spec: EngineSpec, log_path: str = os.devnull) -> None:
-        self._spec = spec
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(spec, theirs, log_path), daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,13 +68,15 @@ def require_drawable(path: Path | None) -> None:
         raise ConfigurationError(f"--plot {path}: must end in {' or '.join(SUFFIXES)}")
 
 
-def draw(profile: Profile, path: Path, title: str) -> None:
-    """Two panels: prefill by tokens with its saturation point, decode by batch for each context."""
+def picture(profile: Profile, suffix: str, title: str) -> bytes:
+    """Two panels: prefill by tokens with its saturation point, decode by batch for each context.
+
+    `suffix` is one of `SUFFIXES`.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
-    require_drawable(path)
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "tetri"}):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         FigureCanvasAgg(figure)
@@ -84,8 +85,8 @@ def draw(profile: Profile, path: Path, title: str) -> None:
         _draw_decode(right, profile)
         figure.suptitle(title)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=path.suffix.lower()[1:], dpi=110)
-    _write(path, buffer.getvalue())
+        figure.savefig(buffer, format=suffix.lower()[1:], dpi=110)
+    return buffer.getvalue()
 
 
 def _draw_prefill(axes: Any, profile: Profile) -> None:
@@ -137,20 +138,3 @@ def _finish(axes: Any, latency: Any, lines: list[Any]) -> None:
         one.set_ylim(0, 1.45 * one.get_ylim()[1])
     axes.legend(handles=lines, loc="upper left", ncols=2, frameon=False, fontsize=8)
     axes.grid(True, color="#d1d5da", linewidth=0.6)
-
-
-def _write(path: Path, picture: bytes) -> None:
-    """Whole or not at all, as `bench.report.write_atomically` does with texts."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(picture)
-                file.flush()
-                Path(file.name).chmod(0o644)
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another path") from None
