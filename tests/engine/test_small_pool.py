@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,10 +165,23 @@ def test_every_request_gets_exactly_its_tokens(pair: Pair, tmp_path: Path, polic
 
 
 def test_greedy_preempts_where_reserve_peak_of_good_ranges_does_not(pair: Pair, tmp_path: Path) -> None:
+    """Five requests of two blocks fit, and each comes to five: all wait when the first is admitted, none by chance."""
+    forecast = {"edges_tokens": [60, 100], "probabilities": [1.0]}
+    jobs = [
+        Job(f"g{i}", tuple(range(5, 65)), 80 + i, 128, 0.0, {"forecast": forecast, "length_range": [60, 100]})
+        for i in range(8)
+    ]
     preemptions = {}
     for policy in ("greedy", "reserve_peak"):
         mailbox = tmp_path / policy
         mailbox.mkdir()
-        found = serve(pair, AdmitSettings(policy, max_veto_s=60.0), mailbox)
-        preemptions[policy] = sum(n for id, n in found["num_preemptions"].items() if id != TOO_SHORT)
-    assert preemptions["greedy"] > preemptions["reserve_peak"]
+        pair.prefill.start_call(prefill_and_hold, jobs, str(mailbox), TIMEOUT_S)
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(list(mailbox.glob("*.json"))) < len(jobs):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        pair.decode.call(configure, settings(Role.DECODE, AdmitSettings(policy, max_veto_s=60.0)))
+        found = pair.decode.call(decode_and_keep_tokens, jobs, str(mailbox), timeout_s=TIMEOUT_S)
+        pair.prefill.result(TIMEOUT_S + 10)
+        preemptions[policy] = found["totals"]["num_preemptions"]
+    assert preemptions["greedy"] > 0 == preemptions["reserve_peak"]
