@@ -22,6 +22,7 @@ from serving_plugin.core.types import num_blocks
 class ActiveDecode:
     """A request that runs, loads or waits loaded; `length_range` is in force now, `num_held_blocks` are its own.
 
+    One that was preempted and waits to return counts with the blocks that it will take first.
     `forecast`: the distribution that the range came from; None: every length in the range is equally likely.
     """
 
@@ -36,7 +37,6 @@ class ActiveDecode:
 class Newcomer:
     """A request that waits for admission, nothing put out yet.
 
-    One that comes back after a preemption counts its output as prompt and its range from there.
     `num_cached_blocks`: blocks of its prompt that the local prefix cache has *and* a live request holds. A cached block
     nobody holds is already counted in the pool's free blocks.
     """

@@ -330,9 +330,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         """
         now_s = unix_now_s()
         admit = self.tetri_settings.admit
-        pool = self._pool()
-        for request in returning:
-            pool = pool.with_newcomer(self._newcomer_again(request))
+        pool = self._pool(returning)
         known = [self.tetri_tracker.get(request.request_id) for request in fresh]
         # Unknown to us (a streaming session's continuation): vLLM's own rule.
         unknown = [request for request, tracked in zip(fresh, known, strict=True) if tracked is None]
@@ -373,17 +371,6 @@ class TetriSchedulerMixin(_SchedulerBase):
             if tracked is not None and request.status in _UNTOUCHED:
                 tracked.num_overtaken += sum(tracked.queued_since_s < other_s for other_s in came_s)
 
-    def _newcomer_again(self, request: Request) -> Newcomer:
-        """A preempted request: what it has put out counts as prompt, its range from there."""
-        out = request.num_output_tokens
-        high_tokens = request.max_tokens + 1
-        low_tokens = 0
-        if self.tetri_tracker.get(request.request_id) is not None:
-            length_range = self.tetri_tracker.refresh(request.request_id, out).length_range
-            low_tokens, high_tokens = length_range.low_tokens, length_range.high_tokens
-        low_tokens = max(0, low_tokens - out)
-        return Newcomer(request.num_tokens, LengthRange(low_tokens, max(low_tokens + 1, high_tokens - out)))
-
     def _num_cached_blocks(self, request: Request) -> int:
         """Blocks of its prompt that a live request already holds; blocks only cached count as free in vLLM's pool."""
         if not self.cache_config.enable_prefix_caching:
@@ -391,32 +378,33 @@ class TetriSchedulerMixin(_SchedulerBase):
         cached, *_ = self._get_local_prefix_cache_hit(request)
         return sum(block.ref_cnt > 0 for block in cached.blocks[0])
 
-    def _pool(self) -> DecodePool:
+    def _pool(self, returning: Sequence[Request]) -> DecodePool:
+        """What is free and who is active; a preempted request counts as if it held again what it will take first."""
         block_pool = self.kv_cache_manager.block_pool
+        num_held_blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        active = [
+            self._active_decode(request, len(num_held_blocks.get(request.request_id, ())))
+            for request in self._active_requests()
+            if self.tetri_tracker.get(request.request_id) is not None
+        ]
+        back = [self._active_decode(request, num_blocks(request.num_tokens, self.block_size)) for request in returning]
         return DecodePool(
             block_size_tokens=self.block_size,
             num_total_blocks=block_pool.num_gpu_blocks - 1,  # one is vLLM's null block
-            num_free_blocks=block_pool.get_num_free_blocks(),
-            active=tuple(self._active_decodes()),
+            num_free_blocks=block_pool.get_num_free_blocks() - sum(q.num_held_blocks for q in back),
+            active=(*active, *back),
             overflow_probability=self.tetri_settings.admit.overflow_probability,
         )
 
-    def _active_decodes(self) -> Iterable[ActiveDecode]:
-        num_held_blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        for request in self._active_requests():
-            tracked = self.tetri_tracker.get(request.request_id)
-            if tracked is None:
-                continue
-            # Tokens of steps under way (async scheduling) count as put out.
-            out = request.num_output_tokens + request.num_output_placeholders
+    def _active_decode(self, request: Request, num_held_blocks: int) -> ActiveDecode:
+        # Tokens of steps under way (async scheduling) count as put out.
+        out = request.num_output_tokens + request.num_output_placeholders
+        if self.tetri_tracker.get(request.request_id) is None:
+            length_range, forecast = LengthRange(0, max(request.max_tokens, out) + 1), None
+        else:
             tracked = self.tetri_tracker.refresh(request.request_id, out)
-            yield ActiveDecode(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=out,
-                length_range=tracked.length_range,
-                num_held_blocks=len(num_held_blocks.get(request.request_id, ())),
-                forecast=tracked.forecast,
-            )
+            length_range, forecast = tracked.length_range, tracked.forecast
+        return ActiveDecode(request.num_prompt_tokens, out, length_range, num_held_blocks, forecast)
 
     def _active_requests(self) -> Iterable[Request]:
         """Running, loading, and loaded and waiting to run: all that hold blocks and are not finished."""
