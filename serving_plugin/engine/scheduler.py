@@ -33,6 +33,7 @@ from serving_plugin.engine.ledger import take_ledger
 from serving_plugin.engine.load_feed import EngineSnapshot, LoadPublisher, TransferEvent, unix_now_s
 from serving_plugin.engine.queue_watch import Withdrawal
 from serving_plugin.engine.settings import settings_of
+from serving_plugin.engine.token_account import TokenAccount
 from serving_plugin.engine.tracker import RequestTracker, Tracked
 
 if TYPE_CHECKING:
@@ -61,19 +62,8 @@ class TetriSchedulerMixin(_SchedulerBase):
             raise ConfigurationError(
                 f"--scheduling-policy {self.policy.value}: TetriServe orders the queue itself; leave it at fcfs"
             )
-        self.tetri_totals = dict.fromkeys(
-            (
-                "num_prompt_tokens_computed",
-                "num_prompt_tokens_loaded",
-                "num_tokens_recomputed",
-                "num_output_tokens",
-                "num_preemptions",
-            ),
-            0,
-        )
+        self._tokens = TokenAccount()
         self.configure(settings_of(self.vllm_config))
-        self._prefilling: dict[str, Tracked] = {}  # scheduled, prompt not yet computed to its end
-        self._recomputing: dict[str, int] = {}  # preempted: tokens whose KV cache was lost
         self._must_judge = True
         self._num_steps_unjudged = 0
         self._is_held_back = False  # the next prompt would go over the pinned budget
@@ -185,8 +175,7 @@ class TetriSchedulerMixin(_SchedulerBase):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._must_judge = True
         self._published_s = 0.0
-        self._prefilling.pop(request.request_id, None)
-        self._recomputing.pop(request.request_id, None)
+        self._tokens.forget(request.request_id)
         completed = request.status != RequestStatus.FINISHED_ABORTED and self.tetri_role is Role.DECODE
         self.tetri_tracker.finish(request.request_id, request.num_output_tokens, completed, unix_now_s())
         return super()._free_request(request, *args, **kwargs)
@@ -205,9 +194,9 @@ class TetriSchedulerMixin(_SchedulerBase):
             self._published_s = 0.0
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        num_lost = max(request.num_computed_tokens, self._recomputing.get(request.request_id, 0))
+        num_computed_tokens = request.num_computed_tokens
         super()._preempt_request(request, *args, **kwargs)
-        self._recomputing[request.request_id] = num_lost
+        self._tokens.lose(request.request_id, num_computed_tokens)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         failed = request.request_id in self.failed_recving_kv_req_ids
@@ -218,7 +207,7 @@ class TetriSchedulerMixin(_SchedulerBase):
             return
         tracked.transfer_end_s = unix_now_s()
         tracked.num_remote_tokens = 0 if failed else request.num_prompt_tokens
-        self.tetri_totals["num_prompt_tokens_loaded"] += tracked.num_remote_tokens
+        self._tokens.load(tracked.num_remote_tokens)
         self._publisher.add_event(
             TransferEvent(
                 tracked.request_id, tracked.transfer_start_s, tracked.transfer_end_s, tracked.num_remote_tokens
@@ -427,41 +416,10 @@ class TetriSchedulerMixin(_SchedulerBase):
             tracked = self.tetri_tracker.get(new.req_id)
             if tracked is not None and tracked.first_scheduled_s is None:  # vLLM's V2 runner lists resumed ones too
                 _mark_first_scheduled(self.requests[new.req_id], tracked, now_s)
-                self._prefilling[new.req_id] = tracked
-        num_prompt_tokens = self._note_prompt_tokens(output.num_scheduled_tokens)
-        num_recomputed = self._note_recomputed_tokens(output.num_scheduled_tokens) if self._recomputing else 0
-        totals = self.tetri_totals
-        totals["num_prompt_tokens_computed"] += num_prompt_tokens
-        totals["num_tokens_recomputed"] += num_recomputed
-        totals["num_output_tokens"] += output.total_num_scheduled_tokens - num_prompt_tokens - num_recomputed
-        totals["num_preemptions"] += len(output.preempted_req_ids or ())
-        self._prefill_steps.append(time.monotonic() if num_prompt_tokens + num_recomputed else None)
+                self._tokens.begin(new.req_id, tracked)
+        num_prompt_tokens = self._tokens.note_step(self.requests, output)
+        self._prefill_steps.append(time.monotonic() if num_prompt_tokens else None)
         self._publish_if_due()
-
-    def _note_prompt_tokens(self, num_scheduled_tokens: dict[str, int]) -> int:
-        """Prompt tokens of this step, noted with their requests; `num_computed_tokens` already counts the step."""
-        total = 0
-        for request_id, tracked in list(self._prefilling.items()):
-            num_scheduled = num_scheduled_tokens.get(request_id, 0)
-            request = self.requests[request_id]
-            before = max(request.num_computed_tokens - num_scheduled, self._recomputing.get(request_id, 0))
-            num_prompt_tokens = max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - before)
-            tracked.num_local_prompt_tokens += num_prompt_tokens
-            total += num_prompt_tokens
-            if num_scheduled and request.num_computed_tokens >= request.num_prompt_tokens:
-                del self._prefilling[request_id]
-        return total
-
-    def _note_recomputed_tokens(self, num_scheduled_tokens: dict[str, int]) -> int:
-        """Tokens of this step whose KV cache had been there before a preemption."""
-        total = 0
-        for request_id, num_lost in list(self._recomputing.items()):
-            num_scheduled = num_scheduled_tokens.get(request_id, 0)
-            before = self.requests[request_id].num_computed_tokens - num_scheduled
-            total += min(num_scheduled, max(0, num_lost - before))
-            if num_scheduled and before + num_scheduled >= num_lost:
-                del self._recomputing[request_id]
-        return total
 
     def _publish_if_due(self) -> None:
         """Publish after a while, or at once when a request ended: an engine that falls idle has said its last word."""
@@ -476,7 +434,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         num_active = len(self.running) + len(self.kv_holding_waiting)
         is_decode = self.tetri_role is Role.DECODE
         heavy = self.tetri_tracker.num_heavy_decodes
-        begun = (self.requests[id] for id in self._prefilling)
+        begun = (self.requests[id] for id in self._tokens.prefilling)
         prefilling = [request for request in begun if request.status == RequestStatus.RUNNING]
         pool = self.kv_cache_manager.block_pool
         num_total, num_free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
@@ -527,13 +485,18 @@ class TetriSchedulerMixin(_SchedulerBase):
         self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         return Withdrawal.DONE
 
+    @property
+    def tetri_totals(self) -> dict[str, int]:
+        """Tokens by what they were, and preemptions, since the start."""
+        return dict(self._tokens.totals)
+
     def tetri_inspect(self, what: str) -> dict[str, Any]:
         """State for the agent, between steps: "ledger", or "requests" with totals."""
         if what == "ledger":
             return take_ledger(self)
         return {
             "role": self.tetri_role.value,
-            "totals": dict(self.tetri_totals),
+            "totals": self.tetri_totals,
             "requests": self.tetri_tracker.records(),
         }
 
