@@ -31,6 +31,13 @@ LEG_HEADER = "X-Tetri-Leg"
 RELINQUISH_HEADER = "X-Tetri-Relinquish"
 DISPATCH_PATH = "/tetri/dispatch"
 REQUEST_ID_HEADER = "X-Request-Id"
+# What brings our scheduler and connector into vLLM: `--scheduler-cls` and the head of `--kv-transfer-config`.
+SCHEDULER_FACTORY = "serving_plugin.engine.scheduler.make_scheduler"
+KV_CONNECTOR = {
+    "kv_connector": "TetriConnector",
+    "kv_connector_module_path": "serving_plugin.engine.connector",
+    "kv_role": "kv_both",  # an instance may become the other role
+}
 COMPLETION_DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for completions; chat has none
 
 

@@ -24,12 +24,10 @@ from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError, LostInstanceError
 from serving_plugin.core.types import Role
 from serving_plugin.processes import Child, ChildSpec, stop_all, wait_until_ready
+from serving_plugin.wire import KV_CONNECTOR, SCHEDULER_FACTORY
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_FACTORY = "serving_plugin.engine.scheduler.make_scheduler"
-CONNECTOR = "TetriConnector"
-CONNECTOR_MODULE = "serving_plugin.engine.connector"
 SIDE_CHANNEL_PORT_OFFSET = 10_000
 MAX_PORT = 65_535
 STOP_GRACE_S = 20.0
@@ -129,11 +127,7 @@ def build_instance_command(plan: InstancePlan) -> tuple[dict[str, str], list[str
 
 
 def _kv_transfer_config(plan: InstancePlan) -> dict[str, object]:
-    config: dict[str, object] = {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-    }
+    config: dict[str, object] = dict(KV_CONNECTOR)
     if plan.device is Device.CPU:
         config["kv_buffer_device"] = "cpu"
     config["kv_connector_extra_config"] = plan.settings.to_dict()

@@ -18,8 +18,7 @@ from vllm.v1.executor import Executor
 
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.engine.offline_process import EngineSpec, Progress, Step
-
-SCHEDULER_FACTORY = "serving_plugin.engine.scheduler.make_scheduler"
+from serving_plugin.wire import KV_CONNECTOR, SCHEDULER_FACTORY
 
 
 @dataclass(slots=True)
@@ -40,16 +39,14 @@ class OfflineEngine:
         if spec.settings is not None:
             args["scheduler_cls"] = SCHEDULER_FACTORY
             args["kv_transfer_config"] = {
-                "kv_connector": "TetriConnector",
-                "kv_connector_module_path": "serving_plugin.engine.connector",
-                "kv_role": "kv_both",
+                **KV_CONNECTOR,
                 "kv_buffer_device": "cpu",
                 "kv_connector_extra_config": {**spec.settings.to_dict(), "kv_lease_duration": spec.kv_lease_s},
             }
         config = EngineArgs(
             model=spec.model,
             dtype=spec.dtype,
-            enforce_eager=True,
+            enforce_eager=spec.enforce_eager,
             block_size=spec.block_size_tokens,
             enable_prefix_caching=spec.enable_prefix_caching,
             max_num_seqs=spec.max_num_seqs,
