@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 from serving_plugin.core.errors import ConfigurationError, LostInstanceError
@@ -27,6 +30,19 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def end_with_parent() -> None:
+    """In a child that `multiprocessing` started: end at once when the parent does, however it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)

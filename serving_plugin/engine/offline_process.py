@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import TetriError
-from serving_plugin.processes import free_port
+from serving_plugin.processes import end_with_parent, free_port
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class EngineSpec:
     """An engine to measure. `settings` None: vLLM's own scheduler. `core`: pinned there; None: not pinned.
 
     `num_blocks`: size of the KV pool; None: as many as fit `kv_cache_gib` (GiB). `chunk` of vLLM's own scheduler is
-    `max_num_batched_tokens`.
+    `max_num_batched_tokens`. `enforce_eager` False: vLLM compiles the model and captures CUDA graphs, in minutes.
     """
 
     model: str
@@ -49,6 +49,7 @@ class EngineSpec:
     max_model_len_tokens: int = 2048
     kv_lease_s: int = 30
     enable_prefix_caching: bool = False
+    enforce_eager: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ class EngineProcess:
 
 
 def _serve(spec: EngineSpec, pipe: Connection, log_path: str) -> None:
+    end_with_parent()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.engine.offline_process import EngineProcess, EngineSpec
+from serving_plugin.engine.offline_process import START_TIMEOUT_S, EngineProcess, EngineSpec
 
 DECODE_CONTEXTS_TOKENS = (32, 128, 512, 1024)
 SHORT_TOKENS = (16, 64, 256, 1024)
@@ -30,6 +30,7 @@ PLATEAU_SHARE = 0.95
 GROWTH_TOKENS = 160
 MAX_BATCH = 1024
 FILL_TOKENS = 4096  # prompt tokens in a step while a decode batch is filled
+CUDA_START_TIMEOUT_S = 1800.0  # a large model is loaded, compiled and captured
 TIMEOUT_S = 600.0  # of one step's or one batch's measurement
 
 Watch = Callable[[str], None]
@@ -169,9 +170,11 @@ def measure(model: str, plan: ProfilePlan, core: int | None, dtype: str, is_cuda
         max_num_seqs=plan.max_batch,
         max_num_batched_tokens=max(FILL_TOKENS, *plan.prefill_tokens),
         max_model_len_tokens=plan.max_model_len_tokens,
+        enforce_eager=not is_cuda,  # as `tetri instance` serves
     )
     watch(f"loading {model}")
     with EngineProcess(spec) as process:
+        process.wait_until_ready(CUDA_START_TIMEOUT_S if is_cuda else START_TIMEOUT_S)
         samples = Samples(process.call(describe))
         batches = _fitting(plan, samples.engine["kv_cache_tokens"])
         watch("warming up")

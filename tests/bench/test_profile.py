@@ -95,6 +95,9 @@ def test_every_round_measures_every_point_in_an_order_of_its_own(monkeypatch):
         def __exit__(self, *exception: object) -> None:
             called.append(("closed",))
 
+        def wait_until_ready(self, timeout_s: float) -> None:
+            assert timeout_s > 0
+
         def call(self, function: Any, *args: Any, timeout_s: float = 0.0) -> Any:
             called.append((function.__name__, *args))
             answers = {"describe": ENGINE, "prefill_ms": 1.0}
