@@ -1,9 +1,9 @@
 """`dispatch`: which decode instance takes a request, over 2 and 3 real decode instances (TetriInfer figure 19).
 
 The policies are those of `core.dispatch`, run by the dispatcher that prefill instances run, promises included. The
-instances are real engines with our scheduler (reserve_dynamic) and a tiny OPT made on the spot; their own load feeds
-tell the dispatcher every 100 ms. What is not real: prompts of 20 tokens are prefilled by the decode instance itself,
-which hardly counts, and no gateway stands between reports and dispatcher.
+instances are real engines with our scheduler, its default admission and a tiny OPT made on the spot; their own load
+feeds tell the dispatcher every 100 ms. What is not real: prompts of 20 tokens are prefilled by the decode instance
+itself, which hardly counts, and no gateway stands between reports and dispatcher.
 
 Per instance 32 requests, half of them light (20-100 tokens of output), half heavy (300-599), in random order; the same
 for every policy. They come as a Poisson process over a second, so that there are reports of loads, or all at once as

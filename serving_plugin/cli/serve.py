@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 _POLICIES, _PREDICTION = "Policies", "Length prediction"
 NO_PREDICTOR = "none"
+_ADMIT, _DISPATCH, _FORECAST = AdmitSettings(), DispatchSettings(), ForecastSettings()  # their defaults are ours
 
 Model = Annotated[str, typer.Argument(help="Model folder or Hugging Face name.", show_default=False)]
 OrderName = Annotated[str, typer.Option("--order", help="fcfs, sjf or ljf.", rich_help_panel=_POLICIES)]
@@ -49,7 +50,7 @@ DispatchName = Annotated[
     str,
     typer.Option(
         "--dispatch",
-        help="power_of_two, power_of_two_by_class, random, imbalance or least_load.",
+        help="power_of_two_by_class, power_of_two (the paper's), random, imbalance or least_load.",
         rich_help_panel=_POLICIES,
     ),
 ]
@@ -57,7 +58,7 @@ AdmitName = Annotated[
     str,
     typer.Option(
         "--admit",
-        help="greedy, reserve_static, reserve_static_net, reserve_dynamic, reserve_peak or reserve_expected.",
+        help="reserve_expected, reserve_peak, reserve_static_net, greedy, reserve_static or reserve_dynamic.",
         rich_help_panel=_POLICIES,
     ),
 ]
@@ -121,7 +122,8 @@ AllowOtherTarget = Annotated[
     typer.Option("--allow-other-target", help="Take a predictor of another model.", rich_help_panel=_PREDICTION),
 ]
 ForecastRange = Annotated[
-    str, typer.Option(help="argmax (the likeliest bucket) or quantile (--coverage).", rich_help_panel=_PREDICTION)
+    str,
+    typer.Option(help="quantile (--coverage) or argmax (the likeliest bucket).", rich_help_panel=_PREDICTION),
 ]
 Coverage = Annotated[float, typer.Option(help="Probability that a quantile range covers.", rich_help_panel=_PREDICTION)]
 Link = Annotated[
@@ -165,20 +167,20 @@ def serve(
     order: OrderName = "sjf",
     sched_batch: SchedBatch = 16,
     chunk_tokens: ChunkTokens = None,
-    dispatch: DispatchName = "power_of_two",
-    admit: AdmitName = "reserve_dynamic",
-    admit_order: AdmitOrder = "arrival",
-    overflow_probability: OverflowProbability = 0.15,
-    max_veto_s: MaxVetoS = 30.0,
-    max_wait_s: MaxWaitS = 300.0,
+    dispatch: DispatchName = _DISPATCH.policy,
+    admit: AdmitName = _ADMIT.policy,
+    admit_order: AdmitOrder = _ADMIT.order,
+    overflow_probability: OverflowProbability = _ADMIT.overflow_probability,
+    max_veto_s: MaxVetoS = _ADMIT.max_veto_s,
+    max_wait_s: MaxWaitS = _ADMIT.max_wait_s,
     predictor: Predictor = _DEFAULT_PREDICTOR,
     shadow_predictor: ShadowPredictor = NO_PREDICTOR,
     tracking_uri: TrackingUri = None,
     prediction_mode: PredictionMode = "parallel",
     cutting_limit_tokens: CuttingLimit = 512,
     allow_other_target: AllowOtherTarget = False,
-    forecast_range: ForecastRange = "argmax",
-    coverage: Coverage = 0.9,
+    forecast_range: ForecastRange = _FORECAST.range,
+    coverage: Coverage = _FORECAST.coverage,
     drift_band: DriftBand = DEFAULT_BAND,
     drift_window: DriftWindow = DEFAULT_WINDOW,
     link: Link = None,
@@ -276,20 +278,20 @@ def instance(
     order: OrderName = "sjf",
     sched_batch: SchedBatch = 16,
     chunk_tokens: ChunkTokens = None,
-    dispatch: DispatchName = "power_of_two",
-    admit: AdmitName = "reserve_dynamic",
-    admit_order: AdmitOrder = "arrival",
-    overflow_probability: OverflowProbability = 0.15,
-    max_veto_s: MaxVetoS = 30.0,
-    max_wait_s: MaxWaitS = 300.0,
+    dispatch: DispatchName = _DISPATCH.policy,
+    admit: AdmitName = _ADMIT.policy,
+    admit_order: AdmitOrder = _ADMIT.order,
+    overflow_probability: OverflowProbability = _ADMIT.overflow_probability,
+    max_veto_s: MaxVetoS = _ADMIT.max_veto_s,
+    max_wait_s: MaxWaitS = _ADMIT.max_wait_s,
     predictor: Predictor = _DEFAULT_PREDICTOR,
     shadow_predictor: ShadowPredictor = NO_PREDICTOR,
     tracking_uri: TrackingUri = None,
     prediction_mode: PredictionMode = "parallel",
     cutting_limit_tokens: CuttingLimit = 512,
     allow_other_target: AllowOtherTarget = False,
-    forecast_range: ForecastRange = "argmax",
-    coverage: Coverage = 0.9,
+    forecast_range: ForecastRange = _FORECAST.range,
+    coverage: Coverage = _FORECAST.coverage,
     link: Link = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the command line instead of running it.")] = False,
 ) -> None:

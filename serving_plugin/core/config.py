@@ -54,7 +54,7 @@ class ChunkSettings:
 class DispatchSettings:
     """Which decode instance takes a prefilled request (TetriInfer 3.3.4)."""
 
-    policy: str = "power_of_two"
+    policy: str = "power_of_two_by_class"
     seed: int = 0
 
 
@@ -75,7 +75,7 @@ class AdmitSettings:
     takes.
     """
 
-    policy: str = "reserve_dynamic"
+    policy: str = "reserve_expected"
     order: str = "arrival"
     overtaking: str = "by_policy"
     max_veto_s: float = 30.0
@@ -106,9 +106,12 @@ class AdmitSettings:
 
 @dataclass(frozen=True, slots=True)
 class ForecastSettings:
-    """How a range comes from a forecast: `argmax` (the paper's bucket) or `quantile` at `coverage`."""
+    """How a range comes from a forecast: `quantile` at `coverage`, or `argmax` (the paper's bucket).
 
-    range: str = "argmax"
+    With argmax nothing but the bucket is left of the forecast, and reserve_expected has less to go by.
+    """
+
+    range: str = "quantile"
     coverage: float = 0.9
     granularity_tokens: int = 200
     history_size: int = 256

@@ -66,7 +66,8 @@ def test_bad_settings_name_the_key(change: dict[str, object], names: list[str]) 
 
 def test_bounds_of_waiting_are_read_and_have_defaults() -> None:
     settings = InstanceSettings.from_dict(MINIMAL)
-    assert (settings.admit.policy, settings.admit.order) == ("reserve_dynamic", "arrival")
+    assert (settings.admit.policy, settings.admit.order) == ("reserve_expected", "arrival")
+    assert (settings.dispatch.policy, settings.forecast.range) == ("power_of_two_by_class", "quantile")
     assert settings.admit.overtaking == "by_policy" and settings.admit.max_veto_s == QueueRules(1).max_veto_s
     assert 0 < settings.admit.relinquish_after_s < settings.admit.max_wait_s
     assert 0 < settings.admit.max_veto_s < settings.admit.max_wait_s

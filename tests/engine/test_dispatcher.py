@@ -18,8 +18,8 @@ LOAD = InstanceLoad(
 FORECAST = LengthForecast((0, 100, 200, 300, 400), (0.1, 0.1, 0.5, 0.3))
 
 
-def make(policy: str = "least_load", **forecast: object) -> Dispatcher:
-    return Dispatcher(DispatchSettings(policy), ForecastSettings(**forecast))  # type: ignore[arg-type]
+def make(policy: str = "least_load", range: str = "argmax", **forecast: object) -> Dispatcher:
+    return Dispatcher(DispatchSettings(policy), ForecastSettings(range, **forecast))  # type: ignore[arg-type]
 
 
 def request(number: int = 0) -> RequestInfo:
@@ -48,6 +48,14 @@ def test_without_forecast_history_answers() -> None:
     assert dispatcher.classify(None, 50)[1:3] == ("history", LengthRange(0, 51))
     dispatcher.update_history([450, 460, 10])
     assert dispatcher.classify(None, 1000)[1:3] == ("history", LengthRange(400, 600))
+
+
+def test_quantile_keeps_the_distribution_of_history_too() -> None:
+    dispatcher = make(range="quantile")
+    dispatcher.update_history([450, 460, 10])
+    forecast, source, length_range, is_heavy = dispatcher.classify(None, 1000)
+    assert (source, is_heavy, forecast.is_one_hot) == ("history", True, False)
+    assert length_range.low_tokens < 200 and length_range.high_tokens > 460
 
 
 def test_history_answers_while_any_gateway_distrusts_forecasts() -> None:

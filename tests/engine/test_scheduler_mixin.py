@@ -328,12 +328,12 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rig], list[Judged]]:
             set_aside = sum(num_blocks(request.num_tokens, pool.block_size_tokens) for request in returning)
             assert pool.num_free_blocks == rig.num_free_blocks - set_aside
             assert [q.num_held_blocks for q in pool.active[: len(active)]] == [rig.held(id) for id in active]
-            assert len(pool.active) == len(active) + len(returning)
-            for id, q in zip(active, pool.active, strict=False):
+            for id, q in zip((*active, *(request.request_id for request in returning)), pool.active, strict=True):
                 request = scheduler.requests[id]
                 out = request.num_output_tokens + request.num_output_placeholders
                 assert (q.num_prompt_tokens, q.num_output_tokens) == (request.num_prompt_tokens, out)
                 assert q.length_range.high_tokens > out
+                assert q.forecast == scheduler.tetri_tracker.get(id).forecast
             assert rules.may_overtake is rig.settings.admit.may_overtake
             assert rules.num_seats == scheduler.max_num_running_reqs - len(active) - len(returning) > 0
             assert [c.newcomer.num_prompt_tokens for c in queue] == [rig.planned[id].num_prompt_tokens for id in ids]
@@ -412,6 +412,22 @@ def test_a_candidate_is_what_the_dispatcher_sent(make_rig: MakeRig, judged: Any)
     (active,) = states[-1].pool.active
     assert (active.num_prompt_tokens, active.length_range, active.num_held_blocks) == (20, LengthRange(0, 31), 2)
     assert active.forecast == LengthForecast((0, 31), (1.0,))
+
+
+def test_a_preempted_request_is_judged_as_it_stands(make_rig: MakeRig, judged: Any) -> None:
+    rig = make_rig(8, decode("reserve_expected"))
+    states = judged(rig)
+    for id in "ab":
+        rig.add(id, 46, 40, length_range=(0, 41), forecast=([0, 20, 41], [0.9, 0.1]))
+    rig.run_until(lambda: rig.preempted == ["b"])
+    rig.add("late", 10, 2, length_range=(0, 3))
+    rig.step()
+    _, back = states[-1].pool.active
+    out = len(rig.planned["b"].tokens)
+    assert out > 0 and (back.num_prompt_tokens, back.num_output_tokens) == (46, out)
+    assert back.num_held_blocks == num_blocks(46 + out, states[-1].pool.block_size_tokens)
+    rig.run()
+    rig.check_done()
 
 
 def test_blocks_that_a_live_request_shares_are_known(make_rig: MakeRig, judged: Any) -> None:

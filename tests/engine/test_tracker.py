@@ -17,7 +17,7 @@ META = {
 
 
 def make_tracker(**settings: object) -> RequestTracker:
-    return RequestTracker(ForecastSettings(**settings))  # type: ignore[arg-type]
+    return RequestTracker(ForecastSettings("argmax", **settings))  # type: ignore[arg-type]
 
 
 def test_forecast_of_the_prefill_leg_is_taken_over() -> None:
