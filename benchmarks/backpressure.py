@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 from rich.table import Table
 
-from benchmarks.engines import cores, set_lease
+from benchmarks.engines import cores, set_shortest_lease
 from benchmarks.record import Record, deliver, say
 from pipeline.target import make_target
 from serving_plugin.bench.systems import executable, free_ports
@@ -35,7 +35,6 @@ __all__ = ["deliver", "draw", "run"]
 
 READY_TIMEOUT_S = 300.0
 POLL_S = 0.2
-LEASE_S = 6  # the shortest that heartbeats renew well; the longest waits outlast it
 EXPIRED = "Releasing expired KV blocks"  # NIXL's log line when a lease runs out
 
 
@@ -161,7 +160,7 @@ async def _measure(extent: Extent, result: BackpressureResult, target: Path, fol
             vllm_flags=("--num-gpu-blocks-override", str(num_blocks + 1)),
         )
         environment, argv = build_instance_command(plan)
-        set_lease(argv, LEASE_S)
+        set_shortest_lease(argv)  # the longest waits outlast it: it must be renewed
         command = (executable("vllm"), *argv[1:])
         specs.append(ChildSpec(role, command, folder / f"{role}.log", environment, (core,)))
     children: list[Child] = []

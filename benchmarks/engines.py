@@ -18,6 +18,7 @@ from typing import Any
 from serving_plugin.bench.metrics import paired_ratio
 
 HOLD_TIMEOUT_S = 600.0
+SHORTEST_LEASE_S = 6  # below it vLLM's heartbeats would go out in every step; its default is 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +127,11 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def set_lease(argv: list[str], lease_s: int) -> None:
-    """In an instance's command line: how long a prefill instance holds KV that nobody pulls or asks it to keep.
-
-    vLLM's default is 30 s; below 6 s heartbeats would go out in every step.
-    """
+def set_shortest_lease(argv: list[str]) -> None:
+    """In an instance's command line: KV that nobody pulls or asks to keep is held for `SHORTEST_LEASE_S` only."""
     place = argv.index("--kv-transfer-config") + 1
     config = json.loads(argv[place])
-    config["kv_connector_extra_config"]["kv_lease_duration"] = lease_s
+    config["kv_connector_extra_config"]["kv_lease_duration"] = SHORTEST_LEASE_S
     argv[place] = json.dumps(config)
 
 

@@ -30,7 +30,7 @@ import aiohttp
 import numpy as np
 from rich.table import Table
 
-from benchmarks.engines import set_lease
+from benchmarks.engines import SHORTEST_LEASE_S, set_shortest_lease
 from benchmarks.record import Record, deliver, describe, say
 from pipeline.calibrate import CALIBRATION
 from pipeline.checkpoint import Checkpoint
@@ -59,9 +59,8 @@ CUTTING_LIMITS_TOKENS = (128, 256)
 WIDE_INPUT_TOKENS = 512
 BATCH_SIZE = 8
 NUM_LATENCY_BLOCKS = 3
-LEASE_S = 6  # the shortest that heartbeats renew well
 # After that an instance that was asked sleeps: its leases have run out, and vLLM's readers spin no more.
-REST_S = LEASE_S + 2.0
+REST_S = SHORTEST_LEASE_S + 2.0
 
 
 __all__ = ["deliver", "run"]
@@ -404,7 +403,7 @@ def _instance(setting: Setting, model: Path, cores: tuple[int, ...]) -> Iterator
         vllm_flags=("--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--no-enable-prefix-caching"),
     )  # fmt: skip
     environment, argv = build_instance_command(plan)
-    set_lease(argv, LEASE_S)  # nobody pulls the KV here, and an instance that holds pinned KV keeps stepping
+    set_shortest_lease(argv)  # nobody pulls the KV here, and an instance that holds pinned KV keeps stepping
     LOG_FOLDER.mkdir(parents=True, exist_ok=True)
     # not pinned as a whole: the predictor must be free to go to its core; vLLM pins its own threads
     spec = ChildSpec("p0", (executable("vllm"), *argv[1:]), LOG_FOLDER / f"{setting.name}.log", environment, cores)
