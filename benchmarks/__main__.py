@@ -55,8 +55,10 @@ def main(
         what = "no benchmark named" if name is None else f"unknown benchmark {name!r}"
         raise ConfigurationError(f"{what}; known are {', '.join(BENCHMARKS)}")
     from serving_plugin.bench.console import require_writable
+    from serving_plugin.engine.profile_figures import require_drawable
 
     require_writable(json_path, report, plot)
+    require_drawable(plot)
     benchmark = import_module(f"benchmarks.{name}")
     given = {option: value for option, value in (("model", model), ("source", source)) if value is not None}
     read = inspect.signature(benchmark.run).parameters
@@ -67,9 +69,10 @@ def main(
     if plot is not None and not hasattr(benchmark, "draw"):
         raise ConfigurationError(f"{name} draws nothing; leave --plot out")
     result = benchmark.run(**options, is_short=short)
-    if plot is not None:
+    is_complete = benchmark.deliver(result, json_path, report)
+    if plot is not None:  # after the figures are safe
         benchmark.draw(result, plot)
-    if not benchmark.deliver(result, json_path, report):
+    if not is_complete:
         raise typer.Exit(1)
 
 

@@ -23,7 +23,7 @@ import aiohttp
 from rich.table import Table
 
 from benchmarks.engines import cores, set_shortest_lease
-from benchmarks.record import Record, deliver, say
+from benchmarks.record import Record, deliver, save_figure, say
 from pipeline.target import make_target
 from serving_plugin.bench.systems import executable, free_ports
 from serving_plugin.control.launcher import Device, InstancePlan, base_url, build_instance_command
@@ -36,6 +36,7 @@ __all__ = ["deliver", "draw", "run"]
 READY_TIMEOUT_S = 300.0
 POLL_S = 0.2
 EXPIRED = "Releasing expired KV blocks"  # NIXL's log line when a lease runs out
+RECOVERED = 2.0  # median time of a request on the empty cluster afterwards, over that of before: the machine drifts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class BackpressureResult(Record):
     before: list[dict[str, Any]] = field(default_factory=list)
     after: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    max_queue_s: dict[str, float] = field(default_factory=dict)
+    queued: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     num_expired_leases: int = 0
     ledgers_after: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -88,12 +89,20 @@ class BackpressureResult(Record):
         refused = [answer for answer in self.answers if answer["status"] == 429]
         ledgers = list(self.ledgers_after.values())
         normal = _median_s(self.before) or 1.0
-        recovered = (_median_s(self.after) or 0.0) / normal
+        recovered = (_median_s(self.after) or float("inf")) / normal
+        waits_s = [_left_s(one) - one["arrived_s"] for one in self.queued.get("decode", ())]
+        vetoes_s = [
+            _left_s(one) - one["vetoed_since_s"]
+            for one in self.queued.get("decode", ())
+            if one["vetoed_since_s"] is not None
+        ]
         return [
-            ("longest wait in the decode queue, s", f"{allowed:g}", f"{self.max_queue_s.get('decode', 0):.1f}",
-             self.max_queue_s.get("decode", 0) <= allowed),
-            ("KV pinned on the prefill instance, blocks", f"{budget:g} + one prompt", f"{pinned}",
-             pinned <= budget + own_blocks),
+            ("longest wait in the decode queue, s", f"{allowed:g}", f"{max(waits_s, default=0.0):.1f}",
+             bool(waits_s) and max(waits_s) <= allowed),
+            (f"longest veto, s (of {len(vetoes_s)})", f"{allowed:g}", f"{max(vetoes_s, default=0.0):.1f}",
+             bool(vetoes_s) and max(vetoes_s) <= allowed),
+            (f"KV pinned on the prefill instance, blocks ({len(self.samples)} samples)", f"{budget:g} + one prompt",
+             f"{pinned}", 0 < pinned <= budget + own_blocks),
             ("leases that ran out", "0", f"{self.num_expired_leases}", self.num_expired_leases == 0),
             ("answers other than 200 and 429", "0", f"{len(self.answers) - statuses[200] - statuses[429]}",
              set(statuses) <= {200, 429}),
@@ -104,8 +113,9 @@ class BackpressureResult(Record):
             ("answers of a wrong length", "0", f"{sum(answer['is_wrong'] for answer in self.answers)}",
              not any(answer["is_wrong"] for answer in self.answers)),
             ("requests served afterwards", f"{extent['num_after']}",
-             f"{sum(answer['status'] == 200 for answer in self.after)}, {recovered:.2f}x the median time before",
+             f"{sum(answer['status'] == 200 for answer in self.after)}",
              bool(self.after) and all(answer["status"] == 200 for answer in self.after)),
+            ("their median time against before", f"{RECOVERED:g}x", f"{recovered:.2f}x", recovered <= RECOVERED),
             ("blocks neither free nor cached afterwards", "0",
              f"{sum(ledger['total'] - ledger['free'] - ledger['cached'] for ledger in ledgers)}",
              bool(ledgers) and all(one["balanced"] and one["total"] == one["free"] + one["cached"] for one in ledgers)),
@@ -230,7 +240,9 @@ async def _flood(
     for _ in range(extent.num_after):
         result.after.append(await ask(usual, time.monotonic()))
     watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    (ended,) = await asyncio.gather(watching, return_exceptions=True)
+    if isinstance(ended, Exception):  # what it did not see cannot be said to have held
+        raise ended
     for role, url in urls.items():
         deadline_s = time.monotonic() + 40.0
         while True:
@@ -241,9 +253,7 @@ async def _flood(
             await asyncio.sleep(0.5)
         result.ledgers_after[role] = ledger
         async with session.get(f"{url}/tetri/scheduler") as response:
-            records = (await response.json())["requests"]
-        waits = [(one["admitted_s"] or one["finished_s"] or one["arrived_s"]) - one["arrived_s"] for one in records]
-        result.max_queue_s[role] = max(waits, default=0.0)
+            result.queued[role] = (await response.json())["requests"]
 
 
 async def _watch(
@@ -288,6 +298,11 @@ async def _ask(
         }
 
 
+def _left_s(one: dict[str, Any]) -> float:
+    """When a request left the queue: admitted, or withdrawn."""
+    return float(one["admitted_s"] or one["finished_s"] or one["arrived_s"])
+
+
 def _median_s(answers: list[dict[str, Any]]) -> float | None:
     seconds = sorted(answer["seconds"] for answer in answers if answer["status"] == 200)
     return seconds[len(seconds) // 2] if seconds else None
@@ -319,5 +334,5 @@ def draw(result: BackpressureResult, path: Path) -> None:
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     figure.suptitle("A full decode instance")
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
     pyplot.close(figure)

@@ -37,7 +37,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.engines import Job, Mailbox, cores, ratio_text
-from benchmarks.record import Record, deliver, say
+from benchmarks.record import Record, deliver, save_figure, say
 from pipeline.target import TINY_OPT, make_target
 from serving_plugin.core.config import DispatchSettings, ForecastSettings, InstanceSettings, TransferSettings
 from serving_plugin.core.errors import TetriError
@@ -483,7 +483,7 @@ def draw(result: DispatchResult, path: Path) -> None:
             right.axhline(1, color="#334155", linewidth=0.7, linestyle=":")
         figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(f"Figure 19: dispatch policies, {result.extent['num_requests']} requests per decode instance")
-        figure.savefig(path, dpi=110)
+        save_figure(figure, path)
 
 
 _COLORS = {OURS: "#0f766e", PAPERS: "#7c3aed", "random": "#94a3b8", "imbalance": "#b91c1c", "least_load": "#d97706"}

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.engines import change_text, ratio_text
-from benchmarks.record import Record
+from benchmarks.record import Record, save_figure
 from serving_plugin.bench.metrics import paired_ratio
 
 LIGHT_TOKENS, HEAVY_TOKENS, CHUNK_TOKENS = 18, 512, 128
@@ -87,6 +87,13 @@ class InterferenceResult(Record):
         rows = (row for row in self.prefill_prefill if row["system"] == system and row["queue"] == queue)
         return [row["latency_ms"][index] for row in rows]
 
+    def alone_ms(self, system: str, queue: str) -> list[float]:
+        """What figure 3 divides by. A single light prompt is over before the engine is warm: the median of figure 4's
+        newcomers beside no decode is taken for it."""
+        if QUEUES[queue] == (LIGHT_TOKENS,):
+            return self.beside(system, LIGHT_CONTEXT_TOKENS, 0, LIGHT_TOKENS, prefill_ms)
+        return self.queued_ms(system, queue, 0)
+
     def beside(
         self, system: str, context: int, number: int, newcomer: int, figure: Callable[[Row], float]
     ) -> list[float]:
@@ -121,9 +128,7 @@ class InterferenceResult(Record):
         for case in CASES:
             for place, queue, index in (("last", case.last, -1), ("first", case.first, 0)):
                 if queue is not None:
-                    cells = (
-                        ratio_text(self.queued_ms(s, queue, index), self.queued_ms(s, case.alone, 0)) for s in SYSTEMS
-                    )
+                    cells = (ratio_text(self.queued_ms(s, queue, index), self.alone_ms(s, case.alone)) for s in SYSTEMS)
                     table.add_row(case.name, place, case.paper, *cells)
         return table
 
@@ -322,7 +327,7 @@ def draw(result: InterferenceResult, path: Path) -> None:
         handles = [matplotlib.patches.Patch(color=_COLORS[system], label=system) for system in SYSTEMS]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(f"Prefill and decode requests beside each other: {result.model}, one core per instance")
-        figure.savefig(path, dpi=90)
+        save_figure(figure, path, dpi=90)
 
 
 def _mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -333,7 +338,7 @@ def _mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def _draw_queues(result: InterferenceResult, axes: Any, alone: str, title: str) -> None:
     cases = [case for case in CASES if case.alone == alone]
     for i, system in enumerate(SYSTEMS):
-        base = result.queued_ms(system, alone, 0)
+        base = result.alone_ms(system, alone)
         ratios = [_mean_ratio(result.queued_ms(system, case.last, -1), base) for case in cases]
         axes.bar(np.arange(len(cases)) + 0.27 * (i - 1), ratios, 0.25, color=_COLORS[system])
     axes.set_xticks(range(len(cases)), [f"{case.name}\n(paper: {case.paper})" for case in cases])
@@ -390,6 +395,10 @@ def _draw_beside(result: InterferenceResult, axes: Any, newcomer: int, title: st
     for system in SYSTEMS:
         times = [result.beside(system, LIGHT_CONTEXT_TOKENS, number, newcomer, prefill_ms) for number in numbers]
         axes.plot(numbers, [_mean_ratio(ms, times[0]) for ms in times], color=_COLORS[system], marker="o", markersize=4)
+    at_client = [result.beside(APART, LIGHT_CONTEXT_TOKENS, number, newcomer, first_token_ms) for number in numbers]
+    ratios = [_mean_ratio(ms, at_client[0]) for ms in at_client]
+    axes.plot(numbers, ratios, color=_COLORS[APART], linestyle="--", label="apart, to D's first token")
+    axes.legend(frameon=False)
     axes.set_xticks(numbers)
     axes.set(title=title, xlabel="running light decodes", ylabel="prefill latency / beside none")
     axes.set_ylim(bottom=0)

@@ -27,7 +27,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.engines import change_text, cores, in_turn, rounded
-from benchmarks.record import Record, deliver, say
+from benchmarks.record import Record, deliver, save_figure, say
 from pipeline.target import load_tokenizer
 from serving_plugin.bench import workloads
 from serving_plugin.bench.workloads import WorkloadName, WorkloadSpec, make_workload, read_pairs
@@ -280,4 +280,4 @@ def draw(result: PrefillOrderResult, path: Path) -> None:
             axes.legend(frameon=False, fontsize=8)
         extent = result.extent
         figure.suptitle(f"Figure 16: {extent['num_prompts']} ShareGPT prompts at once, {result.model}, one core")
-        figure.savefig(path, dpi=100)
+        save_figure(figure, path, dpi=100)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,13 @@ def deliver(record: Record, json_path: Path | None, report_path: Path | None) ->
     for table in record.tables():
         console.print(table)
     return record.is_complete
+
+
+def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
+    """Write a matplotlib figure whole or not at all, as the path's suffix says."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format=path.suffix.lower()[1:], dpi=dpi)
+    write_atomically(path, buffer.getvalue())
 
 
 def describe(predictor: LengthPredictor) -> str:

@@ -101,6 +101,5 @@ def result_of(model: str, plan: ProfilePlan, samples: Samples) -> SaturationResu
 
 def draw(result: SaturationResult, path: Path) -> None:
     """Figure 2 of this machine."""
-    profile_figures.require_drawable(path)
     title = f"{result.model}, {result.samples.engine['dtype']}"
     write_atomically(path, profile_figures.picture(result.found, path.suffix, title))

@@ -125,6 +125,11 @@ class EngineProcess:
         """What the call that was begun returned. Raises `OfflineEngineError` if it raised or takes longer."""
         return self._receive(timeout_s)
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether `result` would return at once: the call has ended, or the process has."""
+        return self._pipe.poll()
+
     def call(self, function: Callable[..., T], *args: Any, timeout_s: float = 600.0) -> T:
         """`start_call` and `result`."""
         self.start_call(function, *args)
