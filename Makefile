@@ -15,6 +15,9 @@ INSTALLED := $(VENV)/.installed-$(HARDWARE)
 GPU_FLAG := $(if $(filter gpu,$(HARDWARE)),--gpu)
 INSTALLED_FLAG = $(if $(wildcard $(INSTALLED)),--installed)
 export PATH := $(abspath $(BIN)):$(PATH)
+# Byte code is kept even where the environment forbids it: a hundred processes of the tests and the pipeline import torch
+# or vLLM, and compiling those takes longer than most of them run.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv demo test lint types fast engine pipeline clean preflight-demo preflight-test
 

@@ -399,6 +399,16 @@ def figures_of(
         "decode_s": max(finished_s.values()) - start_s,
         "mean_jct_s": float(np.mean([finished_s[id] - moment_s for id, (_, moment_s) in sent.items()])),
         "instances": instances,
+        "requests": [
+            {
+                "id": job.id,
+                "instance": sent[job.id][0],
+                "num_output_tokens": job.num_output_tokens,
+                "sent_s": round(sent[job.id][1] - start_s, 4),
+                "finished_s": round(finished_s[job.id] - start_s, 4),
+            }
+            for job in jobs
+        ],
     }
 
 

@@ -52,8 +52,7 @@ class AgentDoor:
         self._gateway_id = gateway_id
         self._interval_s = broadcast_interval_s
         self._sockets: set[web.WebSocketResponse] = set()
-        self._text = ""
-        self._text_made_s = float("-inf")
+        self._texts: dict[str, tuple[float, str]] = {}  # by model: when it was made, and the broadcast
 
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
         """One agent's connection, from hello to its end."""
@@ -88,7 +87,7 @@ class AgentDoor:
             raise WireError(f"first message is {type(hello).__name__}, needs Hello")
         self._monitor.join(hello, socket)
         await socket.send_str(encode(Welcome(self._gateway_id)))
-        sender = asyncio.create_task(self._send_broadcasts(socket))
+        sender = asyncio.create_task(self._send_broadcasts(socket, hello.model))
         try:
             while (message := await _receive(socket)) is not None:
                 self._take(message, socket)
@@ -106,24 +105,26 @@ class AgentDoor:
         else:
             raise WireError(f"{type(message).__name__} after hello, needs LoadReport or TransferReport")
 
-    async def _send_broadcasts(self, socket: web.WebSocketResponse) -> None:
+    async def _send_broadcasts(self, socket: web.WebSocketResponse, model: str) -> None:
         try:
             while True:
                 await asyncio.sleep(self._interval_s)
-                await asyncio.wait_for(socket.send_str(self._broadcast_text()), _SEND_TIMEOUT_S)
+                await asyncio.wait_for(socket.send_str(self._broadcast_text(model)), _SEND_TIMEOUT_S)
         except (TimeoutError, ConnectionError) as error:
             logger.warning("an agent takes no broadcasts (%r): its connection is closed", error)
             await socket.close()
 
-    def _broadcast_text(self) -> str:
-        """The broadcast of this interval, encoded once for all agents."""
+    def _broadcast_text(self, model: str) -> str:
+        """The broadcast of this interval, encoded once for all agents of a model."""
         now_s = time.monotonic()
-        if now_s - self._text_made_s > self._interval_s / 2:
+        made_s, text = self._texts.get(model, (float("-inf"), ""))
+        if now_s - made_s > self._interval_s / 2:
             broadcast = self._monitor.broadcast(
-                time.time(), self._table.recent_lengths_tokens, self._forecasts.is_trusted
+                model, time.time(), self._table.recent_lengths_tokens, self._forecasts.is_trusted
             )
-            self._text, self._text_made_s = encode(broadcast), now_s
-        return self._text
+            text = encode(broadcast)
+            self._texts[model] = (now_s, text)
+        return text
 
 
 async def _receive(socket: web.WebSocketResponse) -> Message | None:

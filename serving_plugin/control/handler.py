@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -255,7 +255,7 @@ class RequestHandler:
         """The client's request, unchanged, on the one instance whose role it needs most."""
         row = job.row
         if job.info.max_tokens == 1:  # prefill is all there is
-            instance_id = await self._choose_prefill(job)
+            instance_id = await self._choose_prefill(job, is_pulled=False)
         else:
             job.asked = Role.DECODE
             loads = self._monitor.ready(Role.DECODE, job.model, job.lost)
@@ -266,14 +266,19 @@ class RequestHandler:
         row.prefill_start_s = time.time()
         return await self._answer(job, instance_id, self._url(instance_id), Leg.WHOLE, job.body)
 
-    async def _choose_prefill(self, job: _Job) -> str:
-        """Place on a prefill instance; wait a bounded time while all are over their pinned budget."""
+    async def _choose_prefill(self, job: _Job, is_pulled: bool = True) -> str:
+        """Place on a prefill instance; wait a bounded time while all are over their pinned budget.
+
+        A request whose KV cache nobody will pull pins nothing: the budget is no matter to it.
+        """
         job.asked = Role.PREFILL
         deadline_s = time.monotonic() + self._settings.place_wait_s
         while True:
             loads = self._monitor.ready(Role.PREFILL, job.model, job.lost)
             if not loads:
                 raise self._nobody(Role.PREFILL, job)
+            if not is_pulled:
+                loads = [replace(load, is_over_pinned_budget=False) for load in loads]
             chosen = self._place(job.info, loads, self._monitor.sent_tokens())
             if chosen is not None:
                 self._monitor.add_sent_tokens(chosen, job.info.num_prompt_tokens)
@@ -397,8 +402,10 @@ def _refuse_constant(name: str) -> float:
 
 def _client_id(http: web.Request) -> str | None:
     client_id = http.headers.get(REQUEST_ID_HEADER)
-    if client_id is not None and (len(client_id) > _MAX_ID_CHARS or not client_id.isprintable()):
-        raise BadRequestError(f"{REQUEST_ID_HEADER} must be at most {_MAX_ID_CHARS} printable characters")
+    if client_id is not None and not (
+        len(client_id) <= _MAX_ID_CHARS and client_id.isascii() and client_id.isprintable()
+    ):
+        raise BadRequestError(f"{REQUEST_ID_HEADER} must be at most {_MAX_ID_CHARS} printable ASCII characters")
     return client_id or None
 
 

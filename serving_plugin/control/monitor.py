@@ -135,10 +135,10 @@ class Monitor:
         return sorted({i.hello.model for i in self._instances.values()})
 
     def broadcast(
-        self, now_s: float, recent_lengths_tokens: Iterable[int] = (), is_forecast_trusted: bool = True
+        self, model: str, now_s: float, recent_lengths_tokens: Iterable[int] = (), is_forecast_trusted: bool = True
     ) -> LoadBroadcast:
-        """Everything known now, for all agents."""
-        known = [i for i in self.instances() if i.load is not None]
+        """What is known now of the instances that serve `model`, for their agents: no other can take their requests."""
+        known = [i for i in self.instances() if i.load is not None and i.hello.model == model]
         loads = tuple(i.load for i in known if i.load is not None)
         return LoadBroadcast(
             loads,

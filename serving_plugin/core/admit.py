@@ -213,7 +213,7 @@ def reserve_peak(newcomer: Newcomer, pool: DecodePool) -> bool:
     While all advance together and true lengths stay below `high`, a batch admitted so never overflows. For every
     distinct t among tokens left: sum over requests with at least t left of `blocks(prompt + out + t)` <= total.
 
-    Runs for each waiting request each step, so each peak costs O(block size), not O(batch): requests are added from the
+    Runs for each request that is judged, so each peak costs O(block size), not O(batch): requests are added from the
     last completion to the first, and only how many have each remainder of `tokens % block size` is kept. With
     `tokens = a * size + v` and `t = b * size + w`, `blocks(tokens + t) = a + b + (v + w > 0) + (v + w > size)`.
     """

@@ -199,7 +199,7 @@ class Agent:
         )
 
     async def _withdraw_once(self, request_id: str, room_tokens: int | None) -> Withdrawal:
-        """One relinquished request per broadcast: the others must see the room that it takes."""
+        """One relinquished request per `RELINQUISH_INTERVAL_S`: the others must have seen the room that it takes."""
         if room_tokens is None:
             return await self.withdraw(request_id, None)
         now_s, before_s = time.monotonic(), self._relinquished_s

@@ -91,7 +91,7 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if spec.core is None else str(spec.core),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "NIXL_LOG_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",

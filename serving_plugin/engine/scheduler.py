@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ class TetriSchedulerMixin(_SchedulerBase):
             raise ConfigurationError(
                 f"--scheduling-policy {self.policy.value}: TetriServe orders the queue itself; leave it at fcfs"
             )
+        self._max_step_tokens: int = self.max_num_scheduled_tokens  # vLLM's own; each step gets a bound of its own
         self._tokens = TokenAccount()
         self.configure(settings_of(self.vllm_config))
         self._must_judge = True
@@ -92,7 +93,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         self.tetri_settings = settings
         self.tetri_role = settings.role
         self.tetri_tracker = RequestTracker(settings.forecast)
-        self._round_ids: list[str] = []
+        self._rounds: list[list[str]] = []  # of prompts, as they were offered last
 
     def set_chunk_tokens(self, chunk_tokens: int) -> None:
         """Another bound for the prompt tokens of a step, from the next step on; 0: vLLM's own.
@@ -219,7 +220,7 @@ class TetriSchedulerMixin(_SchedulerBase):
     def _step_token_budget(self, offered: Sequence[Request]) -> int:
         """Decodes plus one chunk, as long as the chunk policy makes it of the prompts in their order."""
         chunk_tokens = self.tetri_settings.chunk.chunk_tokens
-        limit: int = self.scheduler_config.max_num_batched_tokens
+        limit = self._max_step_tokens
         if chunk_tokens == 0:
             return limit
         prefilling = [request for request in self.running if request.is_prefill_chunk]
@@ -240,7 +241,13 @@ class TetriSchedulerMixin(_SchedulerBase):
         returning = [request for request in waiting if request.status == RequestStatus.PREEMPTED]
         fresh = [request for request in waiting if request.status != RequestStatus.PREEMPTED] if returning else waiting
         if self.tetri_role is Role.PREFILL:
-            return returning + self._within_pinned_budget(self._ordered(fresh), returning)
+            ordered = self._ordered(fresh)
+            within = self._within_pinned_budget(ordered, returning)
+            if self._is_held_back:  # who is held back shall not use up the step of those that nobody will pull
+                seen = {request.request_id for request in ordered}
+                free = (request for request in fresh if not _is_held_for_peer(request))
+                within += (request for request in free if request.request_id not in seen)
+            return returning + within
         self._num_steps_unjudged += 1
         if not self._must_judge and self._num_steps_unjudged < JUDGE_EVERY_STEPS:
             return returning
@@ -284,14 +291,13 @@ class TetriSchedulerMixin(_SchedulerBase):
     def _ordered(self, fresh: list[Request]) -> list[Request]:
         """What is left of the current round, then further rounds as far as a step can reach."""
         waiting = {request.request_id: request for request in fresh}
-        room = self.tetri_settings.chunk.chunk_tokens or self.scheduler_config.max_num_batched_tokens
-        ids = [id for id in self._round_ids if id in waiting]
+        room = self.tetri_settings.chunk.chunk_tokens or self._max_step_tokens
+        ids = self._left_of_current_round(waiting)
         ordered: list[Request] = []
+        self._rounds = []
         while waiting and room > 0:
-            if not ids:
-                ids = self._next_round(waiting.values())
-            if not ordered:
-                self._round_ids = ids
+            ids = ids or self._next_round(waiting.values())
+            self._rounds.append(ids)
             for id in ids:
                 request = waiting.pop(id)
                 ordered.append(request)
@@ -300,6 +306,14 @@ class TetriSchedulerMixin(_SchedulerBase):
             ids = []
         return ordered
 
+    def _left_of_current_round(self, waiting: Container[str]) -> list[str]:
+        """The last of the rounds offered before that has begun, and what was skipped of those ahead of it: whoever came
+        since then is in none of them. A round has begun once one of its members waits no more.
+        """
+        has_begun = [any(id not in waiting for id in ids) for ids in self._rounds]
+        current = max((number for number, begun in enumerate(has_begun) if begun), default=0)
+        return [id for ids in self._rounds[: current + 1] for id in ids if id in waiting]
+
     def _next_round(self, waiting: Iterable[Request]) -> list[str]:
         sched_batch = self.tetri_settings.order.sched_batch
         oldest = sorted(waiting, key=lambda request: request.arrival_time)[:sched_batch]  # nobody else can be in it
@@ -307,9 +321,9 @@ class TetriSchedulerMixin(_SchedulerBase):
             QueuedPrompt(request.request_id, request.arrival_time, request.num_tokens - request.num_computed_tokens)
             for request in oldest
         ]
-        ids = next_round(queue, (), self._order, sched_batch)
+        ids = list(dict.fromkeys(next_round(queue, (), self._order, sched_batch)))
         known = {prompt.id for prompt in queue}
-        # A policy of the user's that lost requests, or made some up: they are served in arrival order.
+        # A policy of the user's that lost all requests, or made some up: they are served in arrival order.
         return ids if ids and known.issuperset(ids) else [prompt.id for prompt in queue]
 
     def _admissible(self, fresh: list[Request], returning: list[Request], num_seats: int) -> list[Request]:
@@ -466,7 +480,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         With `room_tokens` it is relinquished, if prompt and reply (at its longest in the range in force) fit so many:
         its KV cache stays pinned on the prefill instance, which is told nothing and sees no more heartbeats from here,
         so that another decode instance can pull it within the lease. With None the prefill instance is told to free.
-        A request that runs whole may be several of vLLM's (n > 1): all of them must still wait.
+        A request that runs whole may be several of vLLM's (several prompts or samples): all of them must still wait.
         """
         ids = self.tetri_tracker.engine_ids(own_id)
         requests = [self.requests[id] for id in ids if id in self.requests]

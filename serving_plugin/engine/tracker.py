@@ -132,11 +132,11 @@ class RequestTracker:
         `chatcmpl-ID-SUFFIX`, and `SAMPLE_` before it if there are several).
         """
         own = re.escape(own_id)
-        whole = re.compile(rf"(\d+_)?(cmpl-{own}-\d+|chatcmpl-{own}(_\d+)?)-[0-9a-f]{{8}}")
+        whole = re.compile(rf"(\d+_)?(cmpl-{own}-\d+|chatcmpl-{own})-[0-9a-f]{{8}}")
         return [
             engine_id
             for engine_id, tracked in self._live.items()
-            if tracked.request_id == own_id or whole.fullmatch(engine_id)
+            if tracked.request_id == own_id or (tracked.request_id == engine_id and whole.fullmatch(engine_id))
         ]
 
     def refresh(self, engine_id: str, num_output_tokens: int) -> Tracked:

@@ -512,6 +512,11 @@ async def test_over_the_bound_of_open_requests_is_429(bare):
     await asyncio.gather(first, return_exceptions=True)
 
 
+async def test_a_request_id_that_instances_would_read_differently_is_refused(cluster):
+    status, answer = await cluster.complete(headers={"X-Request-Id": "é1"})
+    assert status == 400 and "ASCII" in answer["error"]["message"]
+
+
 async def test_every_p_over_its_pinned_budget_is_429_after_a_bounded_wait(bare):
     await bare.stop()
     await bare.start(place_wait_s=0.1)
@@ -520,6 +525,7 @@ async def test_every_p_over_its_pinned_budget_is_429_after_a_bounded_wait(bare):
     p0.load = make_load("p0", is_over_pinned_budget=True, sequence=p0.load.sequence)
     await bare.until(lambda: bare.gateway.monitor.loads(Role.PREFILL)[0].is_over_pinned_budget)
     assert (await bare.complete())[0] == 429
+    assert (await bare.complete(max_tokens=1))[0] == 200, "nobody pulls its KV cache"
     waiting = asyncio.create_task(bare.complete())
     p0.load = dataclasses.replace(p0.load, is_over_pinned_budget=False)
     assert (await waiting)[0] == 200

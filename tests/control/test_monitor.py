@@ -108,6 +108,7 @@ def test_loads_are_filtered_and_ordered(monitor):
     assert ids == ["d0", "d1", "p0", "x0"]
     assert [load.id for load in monitor.ready(Role.DECODE, "m")] == ["d0"]
     assert [load.id for load in monitor.loads(Role.DECODE, "m", without={"d0"})] == ["d1"]
-    broadcast = monitor.broadcast(3.0)
-    assert [load.id for load in broadcast.loads] == sorted(broadcast.urls) == ids
+    broadcast = monitor.broadcast("m", 3.0)
+    assert [load.id for load in broadcast.loads] == sorted(broadcast.urls) == ids[:-1]
     assert broadcast.sent_at_s == 3.0
+    assert [load.id for load in monitor.broadcast("other", 3.0).loads] == ["x0"]

@@ -101,13 +101,16 @@ def pools(draw):
 def newcomers(draw):
     low = draw(st.integers(0, 30))
     length_range = LengthRange(low, low + draw(st.integers(1, 60)))
-    return Newcomer(draw(st.integers(1, 80)), length_range, forecast=draw(st.none() | forecasts()))
+    prompt = draw(st.integers(1, 80))
+    cached = draw(st.just(0) | st.integers(0, prompt // 16))  # no pool here has larger blocks
+    return Newcomer(prompt, length_range, cached, draw(st.none() | forecasts()))
 
 
 @settings(max_examples=500)
 @given(newcomers(), pools())
 def test_each_policy_is_its_own_inequality(new, pool):
-    lands = num_blocks(new.num_prompt_tokens, pool.block_size_tokens) + 1 <= pool.num_free_blocks
+    own_blocks = num_blocks(new.num_prompt_tokens, pool.block_size_tokens) - new.num_cached_blocks
+    lands = own_blocks + 1 <= pool.num_free_blocks
     assert fits_now(new, pool) is lands
     assert greedy(new, pool) is lands
     if not lands or not pool.active:

@@ -94,10 +94,8 @@ def _range(length_range: LengthRange) -> tuple[int, int]:
     return length_range.low_tokens, length_range.high_tokens
 
 
-def _weights(forecast: LengthForecast | None) -> list[float] | None:
-    if forecast is None:  # one that comes back after a preemption: its range alone
-        return None
-    assert forecast.edges_tokens == EDGES_TOKENS
+def _weights(forecast: LengthForecast | None) -> list[float]:
+    assert forecast is not None and forecast.edges_tokens == EDGES_TOKENS
     return [round(p, 6) for p in forecast.probabilities]
 
 

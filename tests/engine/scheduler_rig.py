@@ -162,15 +162,17 @@ class Rig:
         is_held: bool = False,
         queued_since_s: float | None = None,
         params: dict[str, Any] | None = None,
+        own_id: str | None = None,
         token: int = 7,
         **sampling: Any,
     ) -> Request:
         """Queue a request; policies see `max_tokens`, its reply ends after `num_output_tokens`.
 
         `is_remote`: its KV cache is pulled from a prefill instance; `is_held`: it is kept for a decode instance;
-        `queued_since_s`: another decode instance had it then, and gave it back. `params` comes on top of all that.
+        `queued_since_s`: another decode instance had it then, and gave it back. `params` comes on top of all that. `own_id`: what a
+        gateway calls it.
         """
-        meta: dict[str, Any] = {"request_id": f"own-{id}"}
+        meta: dict[str, Any] = {"request_id": own_id or f"own-{id}"}
         if length_range is not None and forecast is None:
             forecast = (list(length_range), [1.0])
         if forecast is not None:

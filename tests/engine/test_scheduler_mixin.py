@@ -114,6 +114,31 @@ def test_a_round_is_the_oldest_even_if_later_ones_are_shorter(make_rig: MakeRig)
     assert rig.served() == list("badc")
 
 
+def test_who_comes_while_a_round_is_under_way_joins_none_that_has_begun(make_rig: MakeRig) -> None:
+    rig = make_rig(64, prefill("sjf", sched_batch=3, chunk_tokens=100))
+    for id in "abc":
+        rig.add(id, 60)
+    rig.step()  # a, and 40 tokens of b
+    for id, num_tokens in (("z", 80), ("s", 20), ("t", 21)):
+        rig.add(id, num_tokens)
+    rig.step()  # the rest of b, c, and s, with which the second round has begun
+    for id in "uv":
+        rig.add(id, 10)
+    rig.run()
+    assert rig.served() == list("abcstzuv")
+    rig.check_done()
+
+
+def test_a_policy_that_names_a_request_twice_loses_none(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(64, prefill("fcfs", sched_batch=3, chunk_tokens=16))
+    monkeypatch.setattr(rig.scheduler, "_order", lambda prompts: [prompts[-1], *prompts])
+    for id in "abc":
+        rig.add(id, 16)
+    rig.run()
+    assert rig.served() == list("cab")
+    rig.check_done()
+
+
 def test_a_blocked_request_keeps_its_place_and_does_not_stop_the_round(make_rig: MakeRig) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -731,7 +756,7 @@ def test_a_request_of_several_samples_is_withdrawn_as_one(make_rig: MakeRig) -> 
     rig.step()
     ids = [f"{sample}_cmpl-gw-1-0-0123456{sample}" for sample in range(2)]
     for sample, id in enumerate(ids):
-        rig.add(id, 20 + 40 * sample, 5, params={"do_remote_prefill": True}, length_range=(0, 6))
+        rig.add(id, 20 + 40 * sample, 5, params={"do_remote_prefill": True}, length_range=(0, 6), own_id="gw-1")
     rig.step()
     assert rig.scheduler.withdraw("gw-1", 50) == "waits_on"
     params = [rig.scheduler.requests[id].kv_transfer_params for id in ids]
@@ -816,6 +841,18 @@ def test_what_nobody_pulls_passes_a_prompt_that_is_held_back(make_rig: MakeRig) 
     rig.sent = {"c", "d"}
     rig.run()
     rig.check_done()
+
+
+def test_what_is_held_back_does_not_use_up_the_step_of_what_nobody_pulls(make_rig: MakeRig) -> None:
+    rig = make_rig(16, prefill(chunk_tokens=32, transfer={"pinned_budget": 0.25}))
+    for id in "ab":
+        rig.add(id, 32, is_held=True)
+    rig.run_until(rig.all_answered)
+    for id in "cdefg":  # far more than a chunk
+        rig.add(id, 48, is_held=True)
+    rig.add("whole", 16, 1)
+    rig.run_until(lambda: rig.planned["whole"].is_answered)
+    assert rig.waiting == list("cdefg")
 
 
 def test_an_instance_says_that_it_is_over_its_pinned_budget_as_long_as_it_holds_a_prompt_back(
@@ -963,10 +1000,15 @@ def test_settings_are_not_changed_while_requests_are_in_flight(make_rig: MakeRig
 def test_the_states_that_core_is_tested_with_are_recorded_here(make_rig: MakeRig) -> None:
     from record_states import NUM_BLOCKS, NUM_STATES, RECORDED, SETTINGS, as_file, record
 
-    states = record(make_rig(NUM_BLOCKS, SETTINGS))
+    from serving_plugin.engine.scheduler import TetriScheduler
+
+    rig = make_rig(NUM_BLOCKS, SETTINGS)
+    states = record(rig)
     assert len(states) > 2 * NUM_STATES
     made = json.loads(as_file(states))
     kept = json.loads(RECORDED.read_text())
+    if isinstance(rig.scheduler, TetriScheduler):  # what the file was recorded with
+        assert made == kept, "decisions have changed: run tests/engine/record_states.py and look at the difference"
     assert {key: value for key, value in made.items() if key not in ("states", "num_judged")} == {
         key: value for key, value in kept.items() if key not in ("states", "num_judged")
     }

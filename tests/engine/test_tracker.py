@@ -122,6 +122,9 @@ def test_records_name_what_happened() -> None:
         ("w", ["0_cmpl-w-0-dddddddd", "1_cmpl-w-0-dddddddd", "cmpl-w-1-eeeeeeee"]),  # samples, and two prompts
         ("c", ["chatcmpl-c-ffffffff"]),
         ("c-12345678", ["chatcmpl-c-12345678-aaaaaaaa"]),
+        ("job", ["chatcmpl-job-aaaaaaaa"]),
+        ("job_1", ["chatcmpl-job_1-aaaaaaaa"]),
+        ("leg", []),  # a leg under way has a name of its own, whatever vLLM calls it
         ("c-2", ["0_chatcmpl-c-2-aaaaaaaa", "1_chatcmpl-c-2-aaaaaaaa"]),
         ("a.b*", ["chatcmpl-a.b*-aaaaaaaa"]),
         ("axb", []),
@@ -134,7 +137,9 @@ def test_a_gateways_id_finds_its_own_requests_and_no_others(own_id: str, engine_
     tracker = make_tracker()
     tracker.add("cmpl-r1-0-aaaaaaaa", "r1", 10, 100, META, 0.0)  # a leg carries its id
     tracker.add("cmpl-r1-1-0-bbbbbbbb", "r1-1", 10, 100, META, 0.0)
+    tracker.add("chatcmpl-leg-aaaaaaaa", "leg of another", 10, 100, META, 0.0)
     for engine_id in (
+        *("chatcmpl-job-aaaaaaaa", "chatcmpl-job_1-aaaaaaaa"),
         "cmpl-r1-12345678-0-cccccccc",
         *("0_cmpl-w-0-dddddddd", "1_cmpl-w-0-dddddddd", "cmpl-w-1-eeeeeeee"),
         *("chatcmpl-c-ffffffff", "chatcmpl-c-12345678-aaaaaaaa"),
