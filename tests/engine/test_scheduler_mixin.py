@@ -844,7 +844,7 @@ def test_what_nobody_pulls_passes_a_prompt_that_is_held_back(make_rig: MakeRig) 
 
 
 def test_what_is_held_back_does_not_use_up_the_step_of_what_nobody_pulls(make_rig: MakeRig) -> None:
-    rig = make_rig(16, prefill(chunk_tokens=32, transfer={"pinned_budget": 0.25}))
+    rig = make_rig(16, prefill("fcfs", sched_batch=2, chunk_tokens=32, transfer={"pinned_budget": 0.25}))
     for id in "ab":
         rig.add(id, 32, is_held=True)
     rig.run_until(rig.all_answered)
