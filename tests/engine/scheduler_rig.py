@@ -169,8 +169,8 @@ class Rig:
         """Queue a request; policies see `max_tokens`, its reply ends after `num_output_tokens`.
 
         `is_remote`: its KV cache is pulled from a prefill instance; `is_held`: it is kept for a decode instance;
-        `queued_since_s`: another decode instance had it then, and gave it back. `params` comes on top of all that. `own_id`: what a
-        gateway calls it.
+        `queued_since_s`: another decode instance had it then, and gave it back. `params` comes on top of all that.
+        `own_id`: what a gateway calls it.
         """
         meta: dict[str, Any] = {"request_id": own_id or f"own-{id}"}
         if length_range is not None and forecast is None:
