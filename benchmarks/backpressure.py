@@ -5,7 +5,9 @@ decode instance (vetoed), then on the prefill instance (KV pinned, up to its bud
 waits too long gets 429. Seen from outside: how long vetoes last, how many blocks are pinned, whether a lease ran out,
 whether every answer is a whole one or an honest error, and whether the next requests are served as before.
 
-A tiny OPT made on the spot serves; nothing here depends on what it says.
+The reply must outlast the waits, and these the leases, so the target is a real one, whose thousand tokens take half a
+minute on one core. `--short` serves a tiny OPT made on the spot, with waits of less than a second; nothing here depends
+on what a model says.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks.engines import cores, set_shortest_lease
 from benchmarks.record import Record, deliver, save_figure, say
 from pipeline.target import make_target
 from serving_plugin.bench.systems import executable, free_ports
+from serving_plugin.control import checks
 from serving_plugin.control.launcher import Device, InstancePlan, base_url, build_instance_command
 from serving_plugin.core.config import AdmitSettings, InstanceSettings, TransferSettings
 from serving_plugin.core.types import Role
@@ -64,6 +67,7 @@ SHORT = Extent(num_requests=16, max_veto_s=0.2, max_wait_s=0.4, num_after=4)
 class BackpressureResult(Record):
     """Every answer, and the state of both instances over time (seconds since the flood began)."""
 
+    model: str
     extent: dict[str, Any]
     answers: list[dict[str, Any]] = field(default_factory=list)
     before: list[dict[str, Any]] = field(default_factory=list)
@@ -123,7 +127,8 @@ class BackpressureResult(Record):
 
     def tables(self) -> Iterator[Table]:
         """Bounds, and how many answers of each kind."""
-        table = Table(title=f"A full decode instance: {self.extent['num_requests']} requests beside one long reply")
+        what = f"{self.extent['num_requests']} requests beside one long reply"
+        table = Table(title=f"A full decode instance: {what}, {self.model}")
         for column in ("what", "bound", "measured", "held"):
             table.add_column(column, justify="left" if column == "what" else "right")
         for what, bound, measured, is_held in self.checks():
@@ -138,12 +143,14 @@ class BackpressureResult(Record):
         yield table
 
 
-def run(is_short: bool) -> BackpressureResult:
+def run(model: Path, is_short: bool) -> BackpressureResult:
     """Start the cluster, fill it, watch it, see it recover."""
     extent = SHORT if is_short else Extent()
-    result = BackpressureResult(extent=asdict(extent))
+    if not is_short:
+        checks.check_model(str(model.absolute()))
     with tempfile.TemporaryDirectory() as folder:
-        target = make_target("tiny-opt", Path(folder) / "tiny-target")
+        target = make_target("tiny-opt", Path(folder) / "tiny-target") if is_short else model
+        result = BackpressureResult(model=target.name, extent=asdict(extent))
         asyncio.run(_measure(extent, result, target, Path(folder)))
     return result
 
