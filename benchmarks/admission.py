@@ -256,6 +256,8 @@ def turns_of(systems: Sequence[System], width: int, number: int, part: str) -> l
         turns.append(others)
         if is_with_greedy and width == 1:
             turns.append([GREEDY])
+    if any(all(turn[core : core + 1] != [GREEDY] for turn in turns) for core in range(width)):
+        turns.append([GREEDY] * width)
     return turns
 
 
@@ -534,7 +536,7 @@ def draw(result: AdmissionResult, path: Path) -> None:
     width = 0.8 / max(1, len(sources))
     for number, source in enumerate(sources):
         found = [(position, rows.get(System(policy, source).name)) for position, policy in enumerate(POLICIES)]
-        drawn = [(position + number * width, row) for position, row in found if row is not None]
+        drawn = [(position + number * width, row) for position, row in found if row and row["jct_ratio"] is not None]
         places = [place for place, _ in drawn]
         change = [100 * (row["jct_ratio"] - 1) for _, row in drawn]
         errors = [

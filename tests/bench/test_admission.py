@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import admission
-from benchmarks.admission import AT_ONCE, GREEDY, POISSON, AdmissionResult, Extent, System, summary, turns_of
+from benchmarks.admission import AT_ONCE, GREEDY, POISSON, SHORT, AdmissionResult, Extent, System, summary, turns_of
 
 OURS = System("reserve_expected", "calibrated").name
 
@@ -72,7 +72,7 @@ def test_both_goals_need_five_pairs(ours_s: float, preemptions: int, num_rounds:
     assert row_of(rounds_of(ours_s, 0, num_rounds, preemptions))["goal"] == goal
 
 
-@pytest.mark.parametrize("systems", [AT_ONCE, POISSON], ids=["at_once", "poisson"])
+@pytest.mark.parametrize("systems", [AT_ONCE, POISSON, SHORT.at_once], ids=["at_once", "poisson", "short"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_everybody_runs_once_and_each_core_has_a_greedy_run(systems: tuple[System, ...], width: int) -> None:
     for number in range(5):
