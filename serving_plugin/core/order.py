@@ -5,7 +5,7 @@ Definitions: docs/definitions.md, "Order and chunks on a prefill instance". Sour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from serving_plugin.core.errors import ConfigurationError
@@ -39,6 +39,17 @@ def ljf(round: Sequence[QueuedPrompt]) -> list[QueuedPrompt]:
 
 
 ORDER_POLICIES: dict[str, OrderPolicy] = {"fcfs": fcfs, "sjf": sjf, "ljf": ljf}
+
+
+def left_of_current_round(rounds: Sequence[Sequence[str]], waiting: Container[str]) -> list[str]:
+    """What is left of the last of `rounds` that has begun, and before it what was skipped of those ahead of it.
+
+    `rounds`: ids as they were offered last, in order; a round has begun once one of its members waits no more. Whoever
+    came since then is in none of them, and joins the next.
+    """
+    has_begun = [any(id not in waiting for id in ids) for ids in rounds]
+    current = max((number for number, begun in enumerate(has_begun) if begun), default=0)
+    return [id for ids in rounds[: current + 1] for id in ids if id in waiting]
 
 
 def next_round(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from serving_plugin.core.chunk import step_token_budget
 from serving_plugin.core.config import InstanceSettings
 from serving_plugin.core.errors import ConfigurationError
 from serving_plugin.core.forecast import LengthRange
-from serving_plugin.core.order import QueuedPrompt, next_round
+from serving_plugin.core.order import QueuedPrompt, left_of_current_round, next_round
 from serving_plugin.core.registry import resolve_policy
 from serving_plugin.core.types import Role, num_blocks
 from serving_plugin.engine.ledger import take_ledger
@@ -292,7 +292,7 @@ class TetriSchedulerMixin(_SchedulerBase):
         """What is left of the current round, then further rounds as far as a step can reach."""
         waiting = {request.request_id: request for request in fresh}
         room = self.tetri_settings.chunk.chunk_tokens or self._max_step_tokens
-        ids = self._left_of_current_round(waiting)
+        ids = left_of_current_round(self._rounds, waiting)
         ordered: list[Request] = []
         self._rounds = []
         while waiting and room > 0:
@@ -305,14 +305,6 @@ class TetriSchedulerMixin(_SchedulerBase):
                     room -= request.num_tokens - request.num_computed_tokens
             ids = []
         return ordered
-
-    def _left_of_current_round(self, waiting: Container[str]) -> list[str]:
-        """The last of the rounds offered before that has begun, and what was skipped of those ahead of it: whoever came
-        since then is in none of them. A round has begun once one of its members waits no more.
-        """
-        has_begun = [any(id not in waiting for id in ids) for ids in self._rounds]
-        current = max((number for number, begun in enumerate(has_begun) if begun), default=0)
-        return [id for ids in self._rounds[: current + 1] for id in ids if id in waiting]
 
     def _next_round(self, waiting: Iterable[Request]) -> list[str]:
         sched_batch = self.tetri_settings.order.sched_batch

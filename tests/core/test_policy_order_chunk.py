@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from serving_plugin.core.chunk import fixed, step_token_budget
 from serving_plugin.core.errors import ConfigurationError
-from serving_plugin.core.order import ORDER_POLICIES, QueuedPrompt, fcfs, ljf, next_round, sjf
+from serving_plugin.core.order import ORDER_POLICIES, QueuedPrompt, fcfs, left_of_current_round, ljf, next_round, sjf
 
 QUEUE = [
     QueuedPrompt("c", 3.0, 50),
@@ -116,3 +116,19 @@ def test_an_impossible_chunk_is_refused():
         step_token_budget(0, -1, 100)
     with pytest.raises(ValueError, match="-3 tokens left"):
         fixed([-3], 10)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "waiting", "left"),
+    [
+        ([], "ab", ""),
+        ([["a", "b"]], "ab", "ab"),  # offered and not begun: it stays the current one
+        ([["a", "b"], ["c", "d"]], "abcde", "ab"),
+        ([["a", "b"], ["c", "d"]], "bcde", "b"),
+        ([["a", "b"], ["c", "d"]], "de", "d"),  # the second has begun: e joins the next
+        ([["a", "b"], ["c", "d"]], "bde", "bd"),  # b was skipped and keeps its place
+        ([["a", "b"], ["c", "d"]], "e", ""),
+    ],
+)
+def test_the_current_round_is_the_last_that_has_begun(rounds, waiting, left):
+    assert left_of_current_round(rounds, set(waiting)) == list(left)
